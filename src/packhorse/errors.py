@@ -1,0 +1,21 @@
+"""Errors a user meets. Each message says what was found, what was expected and what to do."""
+
+
+class PackhorseError(Exception):
+    """Base of every error packhorse raises on purpose."""
+
+
+class CaptureError(PackhorseError):
+    """The model could not be turned into a graph."""
+
+
+class BatchError(PackhorseError):
+    """A batch does not have the structure, sizes or dtypes of the example."""
+
+
+class PartitionError(PackhorseError):
+    """The graph cannot be cut as asked."""
+
+
+class ModelError(PackhorseError):
+    """A MODEL named on the command line could not be found or built."""

@@ -1,0 +1,6 @@
+"""What a model computes: captured once, then a value that partition, schedule and plan read."""
+
+from packhorse.graph.capture import capture
+from packhorse.graph.graph import Buffer, Graph, Guard, Node, Parameter, Ref, Size, Value
+
+__all__ = ["Buffer", "Graph", "Guard", "Node", "Parameter", "Ref", "Size", "Value", "capture"]

@@ -1,0 +1,171 @@
+"""Capture: from any module and an example batch to a `Graph`.
+
+In: a model (with weights or on the meta device), an example, an optional loss. Out: a `Graph`. The model is traced by
+torch.export in a forked child process, so the caller's memory does not grow with depth and the caller's objects are never
+touched. What cannot be traced is cut at module boundaries instead (see `opaque`).
+"""
+
+import logging
+import multiprocessing
+import pickle
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packhorse.batch import BatchSpec
+from packhorse.errors import BatchError, CaptureError, PackhorseError
+from packhorse.graph.entry import Entry, Loss
+from packhorse.graph.graph import Graph, Mode
+from packhorse.graph.opaque import opaque_graph
+
+
+def capture(
+    model: nn.Module, example: Any, loss: Loss | None = None, *, mode: Mode = "train", device: str | torch.device = "cpu"
+) -> Graph:
+    """The graph of `model` on batches like `example`.
+
+    `mode` is "train" (with the loss, in training mode), "eval" (with the loss, in evaluation mode) or "predict" (the
+    model's output in evaluation mode; the batch needs no labels). Dimension 0 of the batch stays free: the graph runs
+    microbatches of any size.
+    """
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"expected a torch.nn.Module to capture, found {type(model).__name__}")
+    if mode not in ("train", "eval", "predict"):
+        raise CaptureError(f"mode is {mode!r}, expected 'train', 'eval' or 'predict'")
+    spec = BatchSpec.of(example)
+    _check_model(model, mode)
+    entry = Entry(model, spec, loss, mode)
+    modes = {module: module.training for module in model.modules()}
+    if mode == "train" and not model.training:
+        model.train()
+    elif mode != "train":
+        model.eval()
+    try:
+        tensors = spec.flatten(example)
+        try:
+            return _in_child(lambda: _export(entry, tensors, torch.device(device)))
+        except _Untraced as reason:
+            return _in_child(lambda: opaque_graph(entry, tensors, str(reason)))
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+class _Untraced(Exception):
+    """torch.export gave up; the message says where and why."""
+
+
+def _check_model(model: nn.Module, mode: Mode) -> None:
+    from packhorse.graph.faithful import refuse_hooks
+
+    refuse_hooks(model)
+    for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+        if nn.parameter.is_lazy(parameter):
+            raise CaptureError(f"{name!r} is not initialised yet (a lazy module): run the model once on a batch before capture")
+    if mode == "train" and not any(p.requires_grad for p in model.parameters()):
+        found = "only frozen parameters" if any(True for _ in model.parameters()) else "no parameters"
+        raise CaptureError(
+            f"{type(model).__name__} has {found}, nothing to train; set requires_grad=True on some, or capture with mode='eval'"
+        )
+
+
+def _export(entry: Entry, tensors: list[Tensor], device: torch.device) -> Graph:
+    # Imported here: these modules load torch's tracing stack, which the caller's process should not carry.
+    from packhorse.graph.export import export_graph
+    from packhorse.graph.faithful import find_guards
+
+    guards, packed = find_guards(entry.model, entry.spec, tensors)
+    try:
+        return export_graph(entry, guards, packed, device)
+    except PackhorseError:
+        raise
+    except Exception as error:
+        cause = _find_cause(error)
+        if isinstance(cause, PackhorseError):
+            raise cause from None
+        raise _Untraced(f"{_first_line(cause)} (at {_user_line(error)})") from error
+
+
+def _in_child(make: Callable[[], Graph]) -> Graph:
+    """Runs `make` in a forked child and brings its graph back.
+
+    Where forking is not possible (no fork on this system, or an accelerator already initialised, which a fork cannot
+    share) it runs here, and the caller keeps the tracer's memory.
+    """
+    if "fork" not in multiprocessing.get_all_start_methods() or sys.platform == "darwin" or torch.cuda.is_initialized():
+        return make()
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads: the child runs no kernel in parallel
+        child = context.Process(target=_child, args=(make, sender), name="packhorse-capture")
+        child.start()
+    sender.close()
+    try:
+        outcome = pickle.loads(receiver.recv_bytes())
+    except EOFError:
+        child.join()
+        raise CaptureError(
+            f"capture ended without a result (exit code {child.exitcode}); if it was killed, the machine may lack memory to trace"
+        ) from None
+    finally:
+        receiver.close()
+        child.join()
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+def _child(make: Callable[[], Graph], sender: Connection) -> None:
+    torch.set_num_threads(1)  # the parent's pool of threads does not exist here
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)  # tracing logs every attempt; what matters comes back as an error
+    try:
+        outcome: Any = make()
+    except (PackhorseError, _Untraced) as error:
+        outcome = error.with_traceback(None)
+    except Exception as error:
+        outcome = CaptureError(f"capture failed: {_first_line(error)}\n{traceback.format_exc(limit=-6)}")
+    try:
+        message = pickle.dumps(outcome, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        message = pickle.dumps(CaptureError(f"the model's output cannot leave the capturing process: {_first_line(error)}"))
+    sender.send_bytes(message)
+
+
+def _find_cause(error: BaseException) -> BaseException:
+    """The first error in the chain that is ours, else the one that started it."""
+    seen: BaseException = error
+    while True:
+        if isinstance(seen, PackhorseError):
+            return seen
+        earlier = seen.__cause__ or seen.__context__
+        if earlier is None or earlier is seen:
+            return seen
+        seen = earlier
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0].strip() if lines else ''}".rstrip(": ")
+
+
+def _user_line(error: BaseException) -> str:
+    """The innermost line of the traceback that is neither torch's nor ours, as `file:line: code`."""
+    frames: list[traceback.FrameSummary] = []
+    seen: BaseException | None = error
+    while seen is not None and not frames:
+        frames = [f for f in traceback.extract_tb(seen.__traceback__) if not _is_internal(f.filename)]
+        seen = seen.__cause__ or seen.__context__
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "an unknown line"
+
+
+def _is_internal(filename: str) -> bool:
+    parts = filename.replace("\\", "/").split("/")
+    return "torch" in parts or "packhorse" in parts or filename.startswith("<") or "contextlib" in parts[-1]

@@ -1,0 +1,453 @@
+"""From a module to a graph by torch.export, on fake tensors: no weights are touched, no memory is needed for them.
+
+In: a model, an example's structure, a loss. Out: a `Graph`. Runs in a child process (see `capture`), because tracing a
+deep model leaves hundreds of megabytes behind.
+"""
+
+import operator
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import sympy
+import torch
+import torch.fx
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.printers import PythonPrinter
+
+from packhorse.batch import BatchSpec
+from packhorse.graph.cost import CostProbe, Facts, Spec
+from packhorse.graph.entry import Entry
+from packhorse.graph.faithful import Untraceable, faithful, faked
+from packhorse.graph.graph import Buffer, Graph, Guard, Node, Parameter, Ref, Size, Value, find_roots, input_name, move_refs, nbytes, refs
+
+_CHECKS = ("_assert", "sym_constrain", "_functional_assert")  # runtime checks that export adds; ours come before the run
+
+
+def export_graph(entry: Entry, guards: tuple[Guard, ...], packed: bool, device: torch.device) -> Graph:
+    """Traces the entry on fake tensors and turns what came out into records."""
+    parameters, buffers = describe_state(entry.model)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    with faithful(guards, packed), faked(entry.model, mode, device), torch.enable_grad():
+        program = _trace(entry, mode, device)
+    converter = _Converter(program, entry.spec, parameters, buffers, device)
+    converter.convert()
+    _copy_written_inputs(converter)
+    values, nodes, outputs = _prune(converter.values, converter.nodes, converter.outputs)
+    written = {values[ref].name for node in nodes for ref in node.writes if values[ref].kind == "buffer"}
+    return Graph(
+        name=type(entry.model).__name__,
+        mode=entry.mode,
+        batch=entry.spec,
+        values=values,
+        nodes=nodes,
+        outputs=outputs,
+        output_tree=program.call_spec.out_spec if entry.mode == "predict" else None,
+        parameters=parameters,
+        buffers={name: replace(buffer, written=name in written) for name, buffer in buffers.items()},
+        constants={v.name: converter.constants[v.name] for v in values if v.kind == "constant"},
+        guards=guards,
+    )
+
+
+def describe_state(model: nn.Module) -> tuple[dict[str, Parameter], dict[str, Buffer]]:
+    """Parameters and buffers by first name; one tensor with several names is one entry."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        names.setdefault(id(tensor), []).append(name)
+    parameters = {
+        name: Parameter(name, tuple(names[id(p)]), tuple(p.shape), p.dtype, p.requires_grad)
+        for name, p in model.named_parameters()
+    }
+    persistent = set(model.state_dict(keep_vars=True))
+    buffers = {
+        name: Buffer(name, tuple(names[id(b)]), tuple(b.shape), b.dtype, name in persistent, False)
+        for name, b in model.named_buffers()
+    }
+    return parameters, buffers
+
+
+def _trace(entry: Entry, mode: FakeTensorMode, device: torch.device) -> ExportedProgram:
+    spec = entry.spec
+    rows = max(spec.rows, 2)  # a dimension of 1 would be taken for a constant
+    with mode:
+        inputs = tuple(
+            torch.empty((rows, *leaf.shape[1:]) if leaf.batched else leaf.shape, dtype=leaf.dtype, device=device)
+            for leaf in spec.leaves
+        )
+    batch = Dim("batch")
+    dynamic = tuple({0: batch} if leaf.batched else {} for leaf in spec.leaves)
+    return torch.export.export(entry, inputs, dynamic_shapes=(dynamic,), strict=False)
+
+
+class _Converter:
+    """Walks the traced graph once, in order: sizes become expressions, tuples their items, wrapped regions their nodes."""
+
+    def __init__(
+        self,
+        program: ExportedProgram,
+        spec: BatchSpec,
+        parameters: dict[str, Parameter],
+        buffers: dict[str, Buffer],
+        device: torch.device,
+    ):
+        self.program = program
+        self.spec = spec
+        self.first_names = {name: entry.name for entry in (*parameters.values(), *buffers.values()) for name in entry.names}
+        self.trainable = {name for name, parameter in parameters.items() if parameter.trainable}
+        self.values: list[Value] = []
+        self.nodes: list[Node] = []
+        self.outputs: tuple[Any, ...] = ()
+        self.constants: dict[str, Tensor] = {}
+        self.probe = CostProbe(device)
+        self.specs: list[Spec | None] = []  # per value, sizes of the example
+        self.batch_symbol: sympy.Symbol | None = None
+        self.printer = PythonPrinter()
+        self.refs_by_name: dict[str, Ref] = {}
+        self.interned: dict[Any, Any] = {}
+        self.num_random = 0
+
+    def convert(self) -> None:
+        environment: dict[torch.fx.Node, Any] = {}
+        self._find_batch_symbol()
+        self._add_placeholders(environment)
+        self.outputs = tuple(_flat(self._walk(self.program.graph_module, environment, ())))
+
+    # -- what comes from outside
+
+    def _find_batch_symbol(self) -> None:
+        users = [s for s in self.program.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
+        placeholders = {node.name: node for node in self.program.graph.nodes if node.op == "placeholder"}
+        for leaf, spec in zip(self.spec.leaves, users, strict=True):
+            if leaf.batched:
+                size = placeholders[spec.arg.name].meta["val"].shape[0]
+                if isinstance(size, torch.SymInt):
+                    self.batch_symbol = size.node.expr
+                    return
+        raise Untraceable("the model fixes the number of rows of its batch")
+
+    def _add_placeholders(self, environment: dict[torch.fx.Node, Any]) -> None:
+        leaves = iter(self.spec.leaves)
+        for node, spec in zip(
+            (n for n in self.program.graph.nodes if n.op == "placeholder"),
+            self.program.graph_signature.input_specs,
+            strict=True,
+        ):
+            name, kind = spec.target or "", spec.kind
+            if kind is InputKind.USER_INPUT:
+                environment[node] = self._outside(input_name(next(leaves).path), "input", node.meta["val"])
+            elif kind in (InputKind.PARAMETER, InputKind.BUFFER):
+                first = self.first_names[name.removeprefix("model.")]
+                label = "parameter" if kind is InputKind.PARAMETER else "buffer"
+                environment[node] = self._outside(first, label, node.meta["val"])
+            elif kind is InputKind.CONSTANT_TENSOR:
+                environment[node] = self._constant(name, node)
+            else:
+                raise Untraceable(f"the graph needs a {kind.name.lower()} input ({name})")
+
+    def _constant(self, name: str, node: torch.fx.Node) -> Ref:
+        tensor = self.program.constants[name]
+        if isinstance(tensor, torch._subclasses.FakeTensor):
+            raise Untraceable(f"constant {name} has no value: an operation that cannot be traced made it")
+        # Constants of equal content are one value, so that repeated blocks which make their own share one code.
+        content = (tensor.dtype, tuple(tensor.shape), tuple(tensor.flatten().tolist()) if tensor.numel() < 64 else name)
+        name = self.interned.setdefault(("constant", content), f"constant.{name.removeprefix('model.')}")
+        self.constants[name] = tensor.detach()
+        return self._outside(name, "constant", node.meta["val"])
+
+    def _outside(self, name: str, kind: Any, val: Tensor) -> Ref:
+        if name not in self.refs_by_name:
+            self.refs_by_name[name] = self._value(name, kind, val, kind == "parameter" and name in self.trainable)
+        return self.refs_by_name[name]
+
+    # -- values
+
+    def _value(self, name: str, kind: Any, val: Any, differentiable: bool) -> Ref:
+        if isinstance(val, Tensor):
+            shape = tuple(self._size(s) for s in val.shape)
+            example = tuple(self._at_example(s) for s in val.shape)
+            stride = tuple(self._at_example(s) for s in val.stride())
+            self.specs.append(Spec(example, stride, val.dtype, differentiable))
+            value = Value(name, kind, self._intern(shape), val.dtype, nbytes(example, val.dtype), differentiable)
+        else:
+            self.specs.append(None)
+            value = Value(name, kind, (), None, 0, False)
+        self.values.append(value)
+        return Ref(len(self.values) - 1)
+
+    def _intern(self, item: Any) -> Any:
+        return self.interned.setdefault(item, item)
+
+    def _size(self, size: Any) -> int | Size | None:
+        """A size as a number, or as an expression in the rows of the batch; None if it depends on the data."""
+        if not isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return size
+        expression = size.node.expr
+        if not expression.free_symbols:
+            return int(expression)
+        if not expression.free_symbols <= {self.batch_symbol}:
+            return None
+        return self._intern(Size(self._print(expression)))
+
+    def _print(self, expression: sympy.Expr) -> str:
+        return self.printer.doprint(expression.xreplace({self.batch_symbol: sympy.Symbol("b", integer=True)}))
+
+    def _at_example(self, size: Any) -> int:
+        if not isinstance(size, torch.SymInt):
+            return size
+        expression = size.node.expr.xreplace({self.batch_symbol: sympy.Integer(self.spec.rows)})
+        # A size that depends on data: the rows of the batch stand in for it.
+        return int(expression.xreplace({s: sympy.Integer(self.spec.rows) for s in expression.free_symbols}))
+
+    def _is_hoisted(self, val: Any) -> bool:
+        """Numbers that follow from the batch's rows alone are derived in every segment instead of carried."""
+        return isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)) and val.node.expr.free_symbols <= {
+            self.batch_symbol
+        }
+
+    # -- nodes
+
+    def _walk(self, module: torch.fx.GraphModule, environment: dict[torch.fx.Node, Any], context: tuple[Any, ...]) -> Any:
+        for node in module.graph.nodes:
+            if node.op == "get_attr":
+                environment[node] = getattr(module, node.target)
+                if isinstance(environment[node], Tensor):
+                    raise Untraceable(f"the graph holds tensor {node.target} in itself")
+            elif node.op == "call_function":
+                environment[node] = self._call(node, environment, context)
+            elif node.op == "output":
+                return self._convert_argument(node.args[0], environment)
+        raise AssertionError("a graph without an output")
+
+    def _call(self, node: torch.fx.Node, environment: dict[torch.fx.Node, Any], context: tuple[Any, ...]) -> Any:
+        target, val = node.target, node.meta.get("val")
+        if self._is_hoisted(val):
+            return self._size(val)
+        if target is operator.getitem and isinstance(environment[node.args[0]], (tuple, list, dict)):  # type: ignore[index]
+            return environment[node.args[0]][node.args[1]]  # type: ignore[index]
+        args = self._convert_argument(node.args, environment)
+        kwargs = {name: self._convert_argument(a, environment) for name, a in node.kwargs.items()}
+        name = getattr(target, "__name__", str(target))
+        if isinstance(target, torch._ops.HigherOrderOperator):
+            return self._inline(name, args, context)
+        if name.startswith(_CHECKS):
+            return None
+        if isinstance(target, torch._ops.OpOverload):
+            return self._operation(node, target, args, kwargs, context)
+        if getattr(target, "__module__", "") in ("_operator", "math", "torch"):
+            return self._scalar(node, target, args)
+        raise Untraceable(f"operation {name} has no place in a graph of tensors")
+
+    def _inline(self, name: str, args: tuple[Any, ...], context: tuple[Any, ...]) -> Any:
+        """A region under no_grad or autocast: its nodes join the graph, each with the region as its context."""
+        if name == "wrap_with_set_grad_enabled":
+            enabled, module, *operands = args
+            inner = (*context, ("grad" if enabled else "no_grad",))
+        elif name == "wrap_with_autocast":
+            device, dtype, enabled, cache, module, *operands = args
+            inner = (*context, ("autocast", device, dtype, enabled, cache))
+        else:
+            raise Untraceable(f"control flow in the graph ({name}) cannot be cut")
+        placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+        return self._walk(module, dict(zip(placeholders, operands, strict=True)), self._intern(inner))
+
+    def _scalar(self, node: torch.fx.Node, target: Any, args: tuple[Any, ...]) -> Ref:
+        """Arithmetic on a number that depends on data."""
+        ref = self._value(node.name, "node", node.meta.get("val"), False)
+        module = {"_operator": "operator"}.get(target.__module__, target.__module__)
+        self.nodes.append(Node(f"{module}.{target.__name__}", args, (), (ref,), None, self._module(node)))
+        return ref
+
+    def _operation(
+        self,
+        node: torch.fx.Node,
+        target: torch._ops.OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        context: tuple[Any, ...],
+    ) -> Any:
+        val = node.meta.get("val")
+        grad = not any(region[0] == "no_grad" for region in context)
+        facts = self.probe.ask(target, self._to_specs(args), self._to_specs(kwargs), grad)
+        operands = [*refs(args), *refs(tuple(kwargs.values()))]
+        single = not isinstance(val, (tuple, list))
+        picks = () if single else tuple(sorted({u.args[1] for u in node.users if u.target is operator.getitem}))
+        items = [val] if single else [val[i] for i in picks]
+        names = [node.name] if single else [f"{node.name}.{i}" for i in picks]
+        differentiable = self._differentiable(facts, operands, items, picks, grad)
+        results = tuple(self._value(n, "node", v, d) for n, v, d in zip(names, items, differentiable, strict=True))
+        writes = _writes(target, args, kwargs)
+        plain = [w for w in writes if self.values[w].kind == "node" and not self.values[w].differentiable]
+        if grad and plain and any(self.values[o].differentiable for o in operands):
+            self._mark_differentiable(plain)
+        positions = {0: 0} if single else {pick: at for at, pick in enumerate(picks)}
+        aliases = {(results[positions[i]], operands[j]) for i, j in facts.aliases if i in positions and j < len(operands)}
+        aliases |= {(result, operand) for result in results for operand in _views(target, args, kwargs)}
+        random = _is_random(target, args, kwargs)
+        self.nodes.append(
+            Node(
+                target=self._intern(str(target)),
+                args=self._intern_argument(args),
+                kwargs=tuple(kwargs.items()),
+                results=results,
+                picks=None if single else self._intern(picks),
+                module=self._module(node),
+                context=context,
+                writes=writes,
+                aliases=tuple(sorted(aliases)),
+                flops=facts.flops,
+                nbytes=sum(self.values[r].nbytes for r in results),
+                ordinal=self.num_random if random else None,
+            )
+        )
+        self.num_random += random
+        return results[0] if single else dict(zip(picks, results, strict=True))
+
+    def _differentiable(
+        self, facts: Facts, operands: list[Ref], items: list[Any], picks: tuple[int, ...], grad: bool
+    ) -> list[bool]:
+        if facts.differentiable:
+            known = facts.differentiable
+            return [known[i] if i < len(known) else False for i in (picks or range(len(items)))]
+        inherits = grad and any(self.values[o].differentiable for o in operands)
+        return [inherits and isinstance(v, Tensor) and v.is_floating_point() for v in items]
+
+    def _mark_differentiable(self, written: Iterable[int]) -> None:
+        """A write makes its operand, and what shares its storage, depend on what was written."""
+        roots = find_roots(self.nodes, len(self.values))
+        changed = {roots[w] for w in written}
+        for i, value in enumerate(self.values):
+            if roots[i] in changed and value.kind == "node" and not value.differentiable:
+                self.values[i] = replace(value, differentiable=True)
+                spec = self.specs[i]
+                self.specs[i] = spec and replace(spec, differentiable=True)
+
+    def _convert_argument(self, argument: Any, environment: dict[torch.fx.Node, Any]) -> Any:
+        if isinstance(argument, torch.fx.Node):
+            return environment[argument]
+        if isinstance(argument, (tuple, list)):
+            return tuple(self._convert_argument(a, environment) for a in argument)
+        if isinstance(argument, slice):
+            raise Untraceable("a slice among an operation's arguments")
+        return argument
+
+    def _intern_argument(self, argument: Any) -> Any:
+        """Arguments without references are shared between nodes: a deep model has few distinct ones."""
+        if isinstance(argument, tuple):
+            argument = tuple(self._intern_argument(a) for a in argument)
+            if argument and not any(isinstance(a, (Ref, tuple, torch.fx.GraphModule)) for a in argument):
+                return self.interned.setdefault(("argument", tuple((type(a), a) for a in argument)), argument)
+        return argument
+
+    def _to_specs(self, argument: Any) -> Any:
+        if isinstance(argument, Ref):
+            return self.specs[argument] if self.specs[argument] is not None else self.spec.rows
+        if isinstance(argument, Size):
+            return argument.at(self.spec.rows)
+        if isinstance(argument, tuple):
+            return [self._to_specs(a) for a in argument] if argument else []
+        if isinstance(argument, dict):
+            return {name: self._to_specs(a) for name, a in argument.items()}
+        return argument
+
+    def _module(self, node: torch.fx.Node) -> str:
+        stack = list((node.meta.get("nn_module_stack") or {"": ("", "")}).values())
+        path = re.sub(r"@\d+", "", stack[-1][0])
+        return self._intern(path.removeprefix("model").removeprefix(".") if path.startswith("model") else "")
+
+
+def _flat(outputs: Any) -> list[Any]:
+    if isinstance(outputs, (tuple, list)):
+        return [leaf for item in outputs for leaf in _flat(item)]
+    return [outputs]
+
+
+def _bound(target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """The operator's declared arguments beside the given ones."""
+    declared = target._schema.arguments
+    given = list(zip(declared, args, strict=False))
+    return given + [(a, kwargs[a.name]) for a in declared[len(args) :] if a.name in kwargs]
+
+
+def _writes(target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    bound = _bound(target, args, kwargs)
+    written = [ref for declared, a in bound if declared.alias_info and declared.alias_info.is_write for ref in refs(a)]
+    given = {declared.name: a for declared, a in bound}
+    # Running statistics are written without a mark in the schema.
+    if target.overloadpacket in (torch.ops.aten.batch_norm, torch.ops.aten.instance_norm):
+        if given.get("training", given.get("use_input_stats")):
+            written += [*refs(given["running_mean"]), *refs(given["running_var"])]
+    return tuple(written)
+
+
+def _views(target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Ref]:
+    """Operands the result may share storage with, whatever the sizes (reshape and to only sometimes do)."""
+    if not any(r.alias_info for r in target._schema.returns):
+        return []
+    return [ref for declared, a in _bound(target, args, kwargs) if declared.alias_info for ref in refs(a)]
+
+
+def _is_random(target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    given = {declared.name: a for declared, a in _bound(target, args, kwargs)}
+    rate = given.get("dropout_p", given.get("dropout", given.get("p") if "train" in given else 1.0))
+    if target.overloadpacket is torch.ops.aten.scaled_dot_product_attention:
+        rate = given.get("dropout_p", 0.0)
+    return bool(given.get("train", True)) and rate != 0.0
+
+
+def _copy_written_inputs(converter: _Converter) -> None:
+    """A model that writes into its batch writes into a copy: the batch is the caller's, and a segment may run twice."""
+    values, nodes = converter.values, converter.nodes
+    roots = find_roots(nodes, len(values))
+    written = sorted({roots[w] for node in nodes for w in node.writes if values[roots[w]].kind == "input"})
+    copies = {}
+    for i in written:
+        value = values[i]
+        copies[i] = Ref(len(values))
+        values.append(Value(f"{value.name}.copy", "node", value.shape, value.dtype, value.nbytes, value.differentiable))
+    if copies:
+        moved = [_renumber(node, lambda ref: copies.get(ref, ref)) for node in nodes]
+        clones = [
+            Node("aten.clone.default", (Ref(i),), (), (ref,), None, "", nbytes=values[i].nbytes) for i, ref in copies.items()
+        ]
+        converter.nodes = clones + moved
+
+
+def _renumber(node: Node, move: Callable[[Ref], Ref]) -> Node:
+    return replace(
+        node,
+        args=move_refs(node.args, move),
+        kwargs=tuple((name, move_refs(a, move)) for name, a in node.kwargs),
+        results=tuple(move(Ref(r)) for r in node.results),
+        writes=tuple(move(Ref(w)) for w in node.writes),
+        aliases=tuple((move(Ref(r)), move(Ref(o))) for r, o in node.aliases),
+    )
+
+
+def _prune(
+    values: list[Value], nodes: list[Node], outputs: tuple[Any, ...]
+) -> tuple[tuple[Value, ...], tuple[Node, ...], tuple[Any, ...]]:
+    """Leaves out what reaches no output and has no effect: writes and random draws stay."""
+    needed = set(refs(outputs))
+    kept: list[Node] = []
+    for node in reversed(nodes):
+        if node.writes or node.ordinal is not None or needed.intersection(node.results):
+            needed.update(node.reads())
+            kept.append(node)
+    kept.reverse()
+    needed.update(result for node in kept for result in node.results)
+    order = [i for i, value in enumerate(values) if i in needed or value.kind == "input"]
+    moved = {old: Ref(new) for new, old in enumerate(order)}
+
+    def move(ref: Ref) -> Ref:
+        return moved[ref]
+
+    renumbered = tuple(_renumber(node, move) for node in kept)
+    return tuple(values[i] for i in order), renumbered, move_refs(outputs, move)

@@ -1,0 +1,147 @@
+"""Keeps a trace faithful to eager: what eager would choose is what gets captured, what a graph would lose is refused.
+
+In: the model, the example. Out: a context in which tracing is safe. All of it is undone on exit, and normally it happens
+in a short-lived child process anyway.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from packhorse.batch import BatchSpec
+from packhorse.errors import CaptureError
+from packhorse.graph.graph import Guard
+
+
+class Untraceable(Exception):
+    """Tracing would lose something that only running the module keeps; the caller falls back to opaque blocks."""
+
+
+@contextlib.contextmanager
+def faithful(guards: tuple[Guard, ...], packed: bool = False) -> Iterator[None]:
+    """Patches for the time of a trace."""
+    with contextlib.ExitStack() as stack:
+
+        def patch(owner: Any, name: str, value: Any) -> None:
+            stack.enter_context(mock.patch.object(owner, name, value))
+
+        # Models ask these to choose simpler kernels for export; they should choose what eager chooses.
+        patch(torch.compiler, "is_exporting", lambda: False)
+        patch(torch.compiler, "is_compiling", lambda: False)
+        # Traced through, these would silently lose their backward.
+        patch(torch.autograd.Function, "apply", classmethod(_refuse_function))
+        patch(Tensor, "register_hook", _refuse_hook)
+        patch(torch._meta_registrations, "_meta_grouped_mm_common", _grouped_mm_shape)
+        if "transformers.masking_utils" in sys.modules:
+            _keep_masks(patch, guards, packed)
+        yield
+
+
+def _refuse_function(cls: type, *args: Any) -> Any:
+    from torch.utils.checkpoint import CheckpointFunction
+
+    if issubclass(cls, CheckpointFunction):  # recomputation is the schedule's business; the numbers are the same
+        run, _preserve_rng, *inputs = args
+        return run(*inputs)
+    raise Untraceable(f"{cls.__name__} is a torch.autograd.Function, whose backward a graph cannot hold")
+
+
+def _refuse_hook(tensor: Tensor, hook: Callable[..., Any]) -> Any:
+    raise CaptureError(
+        f"the model registers a hook on a tensor while it runs ({getattr(hook, '__qualname__', hook)}); a graph cannot hold "
+        "it. Remove the hook, or express it as a torch.autograd.Function"
+    )
+
+
+def _grouped_mm_shape(mat_a: Tensor, mat_b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """torch's own rule admits bf16 only, though the CPU kernel takes fp32 (mixture-of-experts layers)."""
+    if mat_a.dim() != 2 or mat_b.dim() != 3:
+        raise Untraceable("this form of grouped matrix product has no shape rule")
+    return mat_a.new_empty(mat_a.shape[0], mat_b.shape[2], dtype=kwargs.get("out_dtype") or mat_a.dtype)
+
+
+def _keep_masks(patch: Callable[[Any, str, Any], None], guards: tuple[Guard, ...], packed: bool) -> None:
+    """transformers builds explicit masks for fake tensors; eager skips them when nothing is padded or packed.
+
+    The guards say what holds for the example; where one fails on a later batch, the graph is captured again.
+    """
+    masking = sys.modules["transformers.masking_utils"]
+    patch(masking, "is_torchdynamo_exporting", lambda: False)
+    if not packed:
+        patch(masking, "find_packed_sequence_indices", lambda position_ids: None)
+    if any(guard.input == "attention_mask" for guard in guards):
+        for name in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"):
+            original = getattr(masking, name)
+            patch(masking, name, lambda padding_mask, *args, _original=original, **kwargs: _original(None, *args, **kwargs))
+
+
+def find_guards(model: nn.Module, spec: BatchSpec, tensors: list[Tensor]) -> tuple[tuple[Guard, ...], bool]:
+    """What the example lets transformers' models skip, to be checked on every batch; and whether it packs sequences."""
+    if not any(type(module).__module__.startswith("transformers.") for module in model.modules()):
+        return (), False
+    inputs = {leaf.path: tensor for leaf, tensor in zip(spec.leaves, tensors, strict=True)}
+    wanted = [Guard("attention_mask", "all ones"), Guard("position_ids", "not packed")]
+    guards = tuple(g for g in wanted if g.input in inputs and inputs[g.input].ndim == 2 and g.holds(inputs[g.input]))
+    packed = "position_ids" in inputs and not any(g.input == "position_ids" for g in guards)
+    return guards, packed
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Hooks that would fire during capture only, or never, are refused by name."""
+    kinds = {
+        "_forward_hooks": "forward hook",
+        "_forward_pre_hooks": "forward pre-hook",
+        "_backward_hooks": "backward hook",
+        "_backward_pre_hooks": "backward pre-hook",
+    }
+    for name, module in model.named_modules():
+        for attribute, kind in kinds.items():
+            for hook in getattr(module, attribute).values():
+                if getattr(type(hook), "__module__", "").startswith("torch.nn.utils."):
+                    continue  # weight_norm and spectral_norm compute in their hooks, which is traced like forward
+                where = f"module {name!r}" if name else "the model"
+                raise CaptureError(f"{where} has a {kind} ({_name(hook)}), which a graph cannot hold; remove it first")
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise CaptureError(f"parameter {name!r} has a gradient hook, which a graph cannot hold; remove it first")
+
+
+def _name(hook: Any) -> str:
+    return getattr(hook, "__qualname__", None) or type(hook).__name__
+
+
+@contextlib.contextmanager
+def faked(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> Iterator[None]:
+    """The model with fake parameters and buffers on the real device type: sizes without memory, wherever it lives."""
+    fakes: dict[int, Tensor] = {}
+    undo: list[tuple[nn.Module, str, Tensor]] = []
+
+    def fake(tensor: Tensor) -> Tensor:
+        if id(tensor) not in fakes:
+            with mode:
+                image = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            fakes[id(tensor)] = nn.Parameter(image, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else image
+        return fakes[id(tensor)]
+
+    def put(module: nn.Module, name: str, tensor: Tensor) -> None:
+        if isinstance(tensor, nn.Parameter):
+            setattr(module, name, tensor)  # through __setattr__, where RNNs refresh their list of weights
+        else:
+            module._buffers[name] = tensor
+
+    for module in model.modules():
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None:
+                undo.append((module, name, tensor))
+                put(module, name, fake(tensor))
+    try:
+        yield
+    finally:
+        for module, name, tensor in undo:
+            put(module, name, tensor)

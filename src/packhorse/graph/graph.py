@@ -1,0 +1,246 @@
+"""The captured computation as plain values: nodes in execution order, the values they read and make, and what they touch.
+
+In: nothing but records (see `export` and `opaque`, which make them). Out: `Graph`, small, picklable, free of torch.fx.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec
+
+from packhorse.batch import BatchSpec
+from packhorse.errors import BatchError
+
+Mode = Literal["train", "eval", "predict"]
+
+
+class Ref(int):
+    """In a node's arguments: the value with this index."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"%{int(self)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A number that depends on the rows of the batch, as a Python expression in `b`. Derived anew in every segment."""
+
+    expression: str
+
+    def at(self, rows: int) -> Any:
+        return eval(self.expression, {"__builtins__": {}, "math": math, "max": max, "min": min}, {"b": rows})  # printed by sympy
+
+    def __repr__(self) -> str:
+        return self.expression
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """Something a node reads or makes.
+
+    `kind` is where it comes from: a "parameter", "buffer" or "constant" (then `name` is its original name), an "input"
+    of the batch, or a "node". Non-tensors (sizes that depend on data) have dtype None and never cross a cut.
+    """
+
+    name: str
+    kind: Literal["parameter", "buffer", "constant", "input", "node"]
+    shape: tuple[int | Size | None, ...]  # None: a size that depends on the data
+    dtype: torch.dtype | None
+    nbytes: int  # at the example's rows
+    differentiable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One operation. `picks` tells which items of the operation's result tuple become `results` (None: it is a tensor)."""
+
+    target: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    results: tuple[int, ...]
+    picks: tuple[int, ...] | None
+    module: str
+    context: tuple[Any, ...] = ()  # ("no_grad",), ("autocast", device, dtype, enabled, cache)
+    writes: tuple[int, ...] = ()  # operands whose storage it changes
+    aliases: tuple[tuple[int, int], ...] = ()  # (result, operand) that share storage
+    flops: int = 0
+    nbytes: int = 0  # of its results, at the example's rows
+    ordinal: int | None = None  # its place among the graph's random operations
+
+    @property
+    def op(self) -> str:
+        return self.target.removeprefix("aten.").removesuffix(".default")
+
+    def reads(self) -> Iterator[int]:
+        yield from refs(self.args)
+        for _, value in self.kwargs:
+            yield from refs(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter by its first name; `names` are all its names (more than one: tied)."""
+
+    name: str
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes(self.shape, self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A buffer by its first name; `written` ones change while the model runs (batch norm)."""
+
+    name: str
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    persistent: bool
+    written: bool
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes(self.shape, self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """A fact about the values of one input that the capture relied on, checked on every batch."""
+
+    input: str
+    fact: Literal["all ones", "not packed"]
+
+    def holds(self, tensor: Tensor) -> bool:
+        if self.fact == "all ones":
+            return bool((tensor == 1).all())
+        return bool((tensor.diff(dim=-1) == 1).all())
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A model's computation from the batch to its loss (or its output, in mode "predict")."""
+
+    name: str
+    mode: Mode
+    batch: BatchSpec
+    values: tuple[Value, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[Any, ...]  # Ref, or a constant the model returned
+    output_tree: TreeSpec | None  # None: outputs are (loss,)
+    parameters: dict[str, Parameter]  # all of the model's, used or not, in the order of model.parameters()
+    buffers: dict[str, Buffer]
+    constants: dict[str, Tensor]
+    guards: tuple[Guard, ...] = ()
+    opaque: str = ""  # why blocks run as they are; empty when the graph is whole
+    blocks: dict[str, Any] = field(default_factory=dict)  # target -> callable of opaque nodes
+
+    @cached_property
+    def producers(self) -> tuple[int, ...]:
+        """For each value the index of the node that makes it, -1 for what comes from outside."""
+        producers = [-1] * len(self.values)
+        for i, node in enumerate(self.nodes):
+            for result in node.results:
+                producers[result] = i
+        return tuple(producers)
+
+    @cached_property
+    def last_uses(self) -> tuple[int, ...]:
+        """For each value the index of the last node that reads it; len(nodes) if the graph returns it, -1 if unused."""
+        uses = [-1] * len(self.values)
+        for i, node in enumerate(self.nodes):
+            for ref in node.reads():
+                uses[ref] = i
+        for ref in refs(self.outputs):
+            uses[ref] = len(self.nodes)
+        return tuple(uses)
+
+    @cached_property
+    def flops(self) -> int:
+        return sum(node.flops for node in self.nodes)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all parameters and buffers."""
+        return sum(p.nbytes for p in self.parameters.values()) + sum(b.nbytes for b in self.buffers.values())
+
+    @cached_property
+    def ties(self) -> dict[str, tuple[str, ...]]:
+        return {p.name: p.names for p in self.parameters.values() if len(p.names) > 1}
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(numel(p.shape) for p in self.parameters.values())
+
+    def inputs(self, batch: Any) -> dict[str, Tensor]:
+        """The batch's tensors by the names of the graph's input values, after checking structure and guards."""
+        tensors = self.batch.flatten(batch)
+        inputs = {input_name(leaf.path): t for leaf, t in zip(self.batch.leaves, tensors, strict=True)}
+        for guard in self.guards:
+            if not guard.holds(inputs[input_name(guard.input)]):
+                raise BatchError(
+                    f"batch value {guard.input} was {guard.fact} in the example, and the graph relies on it, but in this "
+                    "batch it is not; capture again with this batch as the example"
+                )
+        return inputs
+
+
+def input_name(path: str) -> str:
+    return f"batch.{path}" if path else "batch"
+
+
+def refs(argument: Any) -> Iterator[Ref]:
+    """All references in an argument, nested ones too."""
+    if isinstance(argument, Ref):
+        yield argument
+    elif isinstance(argument, (tuple, list)):
+        for item in argument:
+            yield from refs(item)
+
+
+def move_refs(argument: Any, move: Callable[[Ref], Ref]) -> Any:
+    """The argument with every reference replaced; parts without references are kept as they are, and so stay shared."""
+    if isinstance(argument, Ref):
+        return move(argument)
+    if isinstance(argument, tuple) and any(True for _ in refs(argument)):
+        return tuple(move_refs(a, move) for a in argument)
+    return argument
+
+
+def find_roots(nodes: Iterable[Node], num_values: int) -> list[int]:
+    """For each value the one whose storage it may share: union-find over all aliases."""
+    parent = list(range(num_values))
+
+    def find(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+    for node in nodes:
+        for result, operand in node.aliases:
+            a, b = find(result), find(operand)
+            parent[max(a, b)] = min(a, b)
+    return [find(i) for i in range(num_values)]
+
+
+def numel(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return numel(shape) * dtype.itemsize

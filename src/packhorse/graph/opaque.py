@@ -1,0 +1,1 @@
+def opaque_graph(entry,tensors,reason): raise NotImplementedError(reason)

@@ -1,0 +1,22 @@
+"""Models of our own for examples, benchmarks and the command line. None of them knows it will be cut."""
+
+from packhorse.models.bert import Bert, BertConfig
+from packhorse.models.gpt import GPT, GPTConfig
+from packhorse.models.mlp import MLP
+from packhorse.models.vision import AlexNet, ResNet50, UNet, VGG16
+from packhorse.models.zoo import Task, load_task, task_names
+
+__all__ = [
+    "GPT",
+    "MLP",
+    "VGG16",
+    "AlexNet",
+    "Bert",
+    "BertConfig",
+    "GPTConfig",
+    "ResNet50",
+    "Task",
+    "UNet",
+    "load_task",
+    "task_names",
+]

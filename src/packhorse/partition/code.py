@@ -1,0 +1,213 @@
+"""Generated code: a range of nodes becomes one Python function, and equal ranges become the same function.
+
+In: a graph and a range of its nodes. Out: `Code`, a compiled function of plain tensors, and the names that bind it.
+Names inside the function are numbered by first use, so twins (repeated blocks) print the same text and share one object.
+"""
+
+import functools
+import linecache
+import math
+import operator
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from packhorse.graph import Graph, Node, Ref, Size
+
+# Called before every random operation with its ordinal, so that the caller may set the generator.
+Rng = Callable[[int | str], None]
+
+
+class Code:
+    """One compiled function. Twins hold the same object."""
+
+    def __init__(self, source: str):
+        self.source = source
+        self.name = f"<packhorse code {len(_CODES)}>"
+        namespace = dict(_NAMESPACE)
+        for target in set(re.findall(r"\b(op_\w+)\(", source)):
+            namespace[target] = _resolve(_TARGETS[target])
+        exec(compile(source, self.name, "exec"), namespace)
+        linecache.cache[self.name] = (len(source), None, source.splitlines(keepends=True), self.name)  # for tracebacks
+        self.function: Callable[..., tuple[Any, ...]] = namespace["segment"]
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+_CODES: dict[str, Code] = {}
+_TARGETS: dict[str, str] = {}
+_NAMESPACE: dict[str, Any] = {
+    "torch": torch,
+    "device": torch.device,
+    "inf": math.inf,
+    "nan": math.nan,
+    "math": math,
+    "operator": operator,
+    "max": max,
+    "min": min,
+}
+
+
+def get_code(source: str) -> Code:
+    if source not in _CODES:
+        _CODES[source] = Code(source)
+    return _CODES[source]
+
+
+@functools.cache
+def _resolve(target: str) -> Any:
+    path = target.split(".")
+    found: Any = {"operator": operator, "math": math, "torch": torch}.get(path[0], torch.ops)
+    for part in path[1:] if found is not torch.ops else path:
+        found = getattr(found, part)
+    return found
+
+
+@dataclass
+class Binding:
+    """The text of a range of nodes, and which of the graph's values go in and out, in the order of the function's arguments."""
+
+    source: str = ""
+    parameters: list[int] = field(default_factory=list)
+    buffers: list[int] = field(default_factory=list)
+    constants: list[int] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+    blocks: list[str] = field(default_factory=list)
+    first_ordinal: int = 0
+
+
+def write_code(graph: Graph, start: int, stop: int) -> Binding:
+    """Prints nodes `start` to `stop` as a function."""
+    return _Writer(graph, start, stop).write()
+
+
+class _Writer:
+    def __init__(self, graph: Graph, start: int, stop: int):
+        self.graph, self.start, self.stop = graph, start, stop
+        self.binding = Binding()
+        self.names: dict[int, str] = {}
+        self.lines: list[str] = []
+        self.needs_rows = False
+        ordinals = [n.ordinal for n in graph.nodes[start:stop] if n.ordinal is not None]
+        self.binding.first_ordinal = ordinals[0] if ordinals else 0
+
+    def write(self) -> Binding:
+        graph, binding = self.graph, self.binding
+        body = self._body()
+        binding.outputs = [
+            result
+            for node in graph.nodes[self.start : self.stop]
+            for result in node.results
+            if graph.last_uses[result] >= self.stop
+        ]
+        rows = self._rows() if self.needs_rows else []
+        returned = "".join(f"{self.names[o]}, " for o in binding.outputs)
+        groups = {"p": binding.parameters, "k": binding.buffers, "c": binding.constants, "x": binding.inputs}
+        arguments = [f"{letter}{i}" for letter, group in groups.items() for i in range(len(group))]
+        arguments += [f"block{i}" for i in range(len(binding.blocks))]
+        header = f"def segment({', '.join([*arguments, 'rng'])}):"
+        lines = [header, *(f"    {line}" for line in [*rows, *body, f"return ({returned})"])]
+        binding.source = "\n".join(lines) + "\n"
+        return binding
+
+    def _body(self) -> list[str]:
+        """Statements in order; neighbours in the same region (no_grad, autocast) share its `with`."""
+        lines: list[str] = []
+        context: tuple[Any, ...] = ()
+        for index in range(self.start, self.stop):
+            node = self.graph.nodes[index]
+            if node.context != context:
+                context = node.context
+                lines += ["    " * depth + f"with {_region(region)}:" for depth, region in enumerate(context)]
+            indent = "    " * len(context)
+            lines += [indent + line for line in self._statement(node, index)]
+        return lines
+
+    def _statement(self, node: Node, index: int) -> list[str]:
+        lines = []
+        if node.ordinal is not None:
+            lines.append(f"rng({node.ordinal - self.binding.first_ordinal})")
+        call = self._call(node)
+        for result in node.results:
+            self.names[result] = f"v{len(self.names)}"
+        names = [self.names[r] for r in node.results]
+        if node.picks is None:
+            lines.append(f"{names[0]} = {call}")
+        else:
+            lines.append(f"t = {call}")
+            lines += [f"{name} = t[{pick}]" for name, pick in zip(names, node.picks, strict=True)]
+            lines.append("del t")
+        dead = {ref for ref in node.reads() if self.graph.last_uses[ref] == index and self._is_local(ref)}
+        dead |= {r for r in node.results if self.graph.last_uses[r] < 0}
+        if dead:
+            lines.append(f"del {', '.join(sorted(self.names[d] for d in dead))}")
+        return lines
+
+    def _is_local(self, ref: int) -> bool:
+        return self.graph.producers[ref] >= self.start
+
+    def _call(self, node: Node) -> str:
+        arguments = [self._print(a) for a in node.args]
+        arguments += [f"{name}={self._print(a)}" for name, a in node.kwargs]
+        if node.target in self.graph.blocks:
+            arguments.append("rng")
+            if node.target not in self.binding.blocks:
+                self.binding.blocks.append(node.target)
+            return f"block{self.binding.blocks.index(node.target)}({', '.join(arguments)})"
+        name = "op_" + re.sub(r"\W", "_", node.target)
+        _TARGETS[name] = node.target
+        return f"{name}({', '.join(arguments)})"
+
+    def _print(self, argument: Any) -> str:
+        if isinstance(argument, Ref):
+            return self._name(argument)
+        if isinstance(argument, tuple):
+            return f"[{', '.join(self._print(a) for a in argument)}]"
+        if isinstance(argument, Size):
+            self.needs_rows = True
+            return f"({argument.expression})" if not argument.expression.isidentifier() else argument.expression
+        return repr(argument)
+
+    def _name(self, ref: Ref) -> str:
+        if ref not in self.names:
+            kind = self.graph.values[ref].kind
+            letter, group = {
+                "parameter": ("p", self.binding.parameters),
+                "buffer": ("k", self.binding.buffers),
+                "constant": ("c", self.binding.constants),
+            }.get(kind, ("x", self.binding.inputs))
+            group.append(ref)
+            self.names[ref] = f"{letter}{len(group) - 1}"
+        return self.names[ref]
+
+    def _rows(self) -> list[str]:
+        """Derives the rows of the batch from an input's sizes; if none tells, an input of the batch joins the inputs."""
+        for candidates in (self.binding.inputs, self._batch_inputs()):
+            for ref in candidates:
+                for dimension, size in enumerate(self.graph.values[ref].shape):
+                    divisor = _multiple_of_rows(size)
+                    if divisor:
+                        found = f"{self._name(Ref(ref))}.shape[{dimension}]"
+                        return [f"b = {found}" if divisor == 1 else f"b = {found} // {divisor}"]
+        raise AssertionError("no input of the batch has its rows as dimension 0")
+
+    def _batch_inputs(self) -> Iterable[int]:
+        return [i for i, value in enumerate(self.graph.values) if value.kind == "input"]
+
+
+def _multiple_of_rows(size: Any) -> int:
+    """n where the size is n times the rows of the batch, else 0."""
+    match = re.fullmatch(r"b|(\d+)\*b|b\*(\d+)", size.expression) if isinstance(size, Size) else None
+    return int(match[1] or match[2] or 1) if match else 0
+
+
+def _region(region: tuple[Any, ...]) -> str:
+    if region[0] == "autocast":
+        _, device, dtype, enabled, cache = region
+        return f"torch.autocast({device!r}, dtype={dtype!r}, enabled={enabled!r}, cache_enabled={cache!r})"
+    return "torch.no_grad()" if region[0] == "no_grad" else "torch.enable_grad()"

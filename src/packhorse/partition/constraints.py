@@ -1,0 +1,109 @@
+"""What may not be separated, and why; and what each place between two nodes would cost to cut.
+
+In: a `Graph`. Out: `Constraint`s, each an interval of nodes with its reason, and one `Place` per position between nodes.
+A place is a legal cut when no constraint straddles it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from packhorse.graph import Graph
+from packhorse.graph.graph import find_roots
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """Nodes `first` to `last` belong together: no cut between them."""
+
+    kind: str  # "write", "data-dependent size", "buffer view"
+    first: int
+    last: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The position before node `index`: what is alive there, and what forbids a cut (None: legal)."""
+
+    index: int
+    live: tuple[int, ...]  # values made before and read after; the batch's own inputs are everywhere and not counted
+    nbytes: int
+    forbidden: Constraint | None
+
+    @property
+    def legal(self) -> bool:
+        return self.forbidden is None
+
+
+def find_constraints(graph: Graph) -> list[Constraint]:
+    """All constraints of the graph, in order of their first node."""
+    found = [*_writes(graph), *_data_dependent_sizes(graph)]
+    return sorted(found, key=lambda c: (c.first, c.last))
+
+
+def _writes(graph: Graph) -> Iterator[Constraint]:
+    """A value and a later in-place write to its storage; a view of a buffer that is written, and the view's uses.
+
+    A segment's inputs must not change under it: it may run twice (recomputation), and autograd forbids writing a leaf.
+    """
+    roots = find_roots(graph.nodes, len(graph.values))
+    producers, uses = graph.producers, graph.last_uses
+    first: dict[int, int] = {}  # storage -> first node that makes a value in it
+    for value, root in enumerate(roots):
+        if producers[value] >= 0:
+            first[root] = min(first.get(root, len(graph.nodes)), producers[value])
+    written = {roots[w] for node in graph.nodes for w in node.writes}
+    for i, node in enumerate(graph.nodes):
+        for w in node.writes:
+            root = graph.values[roots[w]]
+            if root.kind == "node":
+                start = first[roots[w]]
+                reason = f"{_at(graph, i)} writes in place into what {_at(graph, start)} made"
+                yield Constraint("write", start, i, reason)
+    for value, root in enumerate(roots):
+        owner = graph.values[root]
+        if root in written and owner.kind != "node" and producers[value] >= 0 and uses[value] > producers[value]:
+            last = min(uses[value], len(graph.nodes) - 1)
+            reason = f"{_at(graph, producers[value])} is a view of {owner.kind} {owner.name}, which is written"
+            yield Constraint("buffer view", producers[value], last, reason)
+
+
+def _data_dependent_sizes(graph: Graph) -> Iterator[Constraint]:
+    """A number or size read off the data, and all that depends on it: only tensors of known size cross a cut."""
+    for i, value in enumerate(graph.values):
+        made, last = graph.producers[i], min(graph.last_uses[i], len(graph.nodes) - 1)
+        unknown = value.dtype is None or None in value.shape
+        if unknown and made >= 0 and last > made:
+            yield Constraint("data-dependent size", made, last, f"the size of {value.name} ({_at(graph, made)}) depends on the data")
+
+
+def _at(graph: Graph, index: int) -> str:
+    node = graph.nodes[index]
+    return f"{node.op} in {node.module}" if node.module else node.op
+
+
+def find_places(graph: Graph) -> list[Place]:
+    """Every position between two nodes, with what is alive there and the constraint that forbids it, if any."""
+    count = len(graph.nodes)
+    blocking: list[Constraint | None] = [None] * (count + 1)
+    for constraint in find_constraints(graph):
+        for position in range(constraint.first + 1, constraint.last + 1):
+            blocking[position] = blocking[position] or constraint
+    starts: list[list[int]] = [[] for _ in range(count + 1)]
+    ends: list[list[int]] = [[] for _ in range(count + 1)]
+    for i in range(len(graph.values)):
+        made, last = graph.producers[i], graph.last_uses[i]
+        if made >= 0 and last > made:
+            starts[made + 1].append(i)
+            if last < count:
+                ends[last + 1].append(i)
+    places, live, nbytes = [], dict[int, None](), 0
+    for position in range(1, count):
+        for i in starts[position]:
+            live[i] = None
+            nbytes += graph.values[i].nbytes
+        for i in ends[position]:
+            del live[i]
+            nbytes -= graph.values[i].nbytes
+        places.append(Place(position, tuple(live), nbytes, blocking[position]))
+    return places

@@ -1,0 +1,339 @@
+"""Partitions: which of the legal cuts to use.
+
+In: a `Graph` and what is wanted (a number of segments, a limit of bytes, pinned cuts, or nothing: one segment a repeated
+block). Out: a `Partition`. The slowest segment decides the pace of a relay or a pipeline, so its time is minimised, by
+dynamic programming over the legal cuts; among partitions as fast as the best, the one that carries the fewest bytes wins.
+"""
+
+import bisect
+import re
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.utils._pytree import tree_unflatten
+
+from packhorse.errors import PartitionError
+from packhorse.graph import Graph, Ref
+from packhorse.partition.code import Code, Rng
+from packhorse.partition.constraints import Place, find_places
+from packhorse.partition.segment import Segment
+
+# Until a Machine gives measured rates: how many flops a device does while its link moves one byte (a processor of a few
+# TFLOPS behind a link of tens of GB/s). A transfer hides behind compute, so a segment's time is the larger of the two.
+FLOPS_PER_BYTE = 100.0
+
+# Partitions whose slowest segment is within this factor of the best are equal; then fewest bytes carried decides.
+SLACK = 1.02
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Segments in order. Composed, they are the model."""
+
+    graph: Graph
+    cuts: tuple[Place, ...]
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        bounds = [0, *(place.index for place in self.cuts), len(self.graph.nodes)]
+        return tuple(Segment(self.graph, i, start, stop) for i, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)))
+
+    @property
+    def codes(self) -> tuple[Code, ...]:
+        """The distinct codes of its segments."""
+        return tuple(dict.fromkeys(segment.code for segment in self.segments))
+
+    def compose(
+        self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any, rng: Rng | None = None
+    ) -> Any:
+        """Runs all segments in order on a batch: the loss, or in mode "predict" the model's output."""
+        values = self.graph.inputs(batch)
+        for segment in self.segments:
+            values.update(segment(parameters, buffers, values, rng))
+        return self.finish(values)
+
+    def finish(self, values: Mapping[str, Tensor]) -> Any:
+        """What the model returns, from the values of the last segment."""
+        graph = self.graph
+        outputs = [values[graph.values[o].name] if isinstance(o, Ref) else o for o in graph.outputs]
+        return outputs[0] if graph.output_tree is None else tree_unflatten(outputs, graph.output_tree)
+
+
+def partition(
+    graph: Graph,
+    segments: int | Literal["finest"] | None = None,
+    *,
+    max_bytes: int | None = None,
+    cuts: Sequence[str] = (),
+    flops_per_byte: float = FLOPS_PER_BYTE,
+) -> Partition:
+    """Cuts the graph.
+
+    `segments` asks for that many ("finest": a cut at every legal place); `max_bytes` for as few as keep each segment's
+    `nbytes` below it; `cuts` pins a cut after each of the named modules, and alone makes just those. With nothing asked,
+    the repeated blocks of the model become the segments.
+    """
+    places = find_places(graph)
+    pinned = [_find_pinned(graph, places, name) for name in cuts]
+    if len({p.index for p in pinned}) < len(pinned):
+        raise PartitionError(f"two of the pinned cuts {', '.join(cuts)} fall on the same place")
+    if segments == "finest":
+        return Partition(graph, tuple(p for p in places if p.legal))
+    if segments is None and max_bytes is None:
+        chosen = pinned if cuts else _block_cuts(graph, places)
+        return Partition(graph, tuple(sorted(chosen, key=lambda p: p.index)))
+    if segments is not None and (isinstance(segments, bool) or not isinstance(segments, int) or segments < 1):
+        raise PartitionError(f"segments is {segments!r}, expected a number of at least 1, or 'finest'")
+    search = _Search(graph, places, {p.index for p in pinned}, max_bytes, flops_per_byte)
+    return Partition(graph, tuple(search.best(segments)))
+
+
+def _find_pinned(graph: Graph, places: list[Place], name: str) -> Place:
+    """The place right after the last node of a module."""
+    inside = [i for i, n in enumerate(graph.nodes) if n.module == name or n.module.startswith(f"{name}.")]
+    if not inside:
+        known = dict.fromkeys(".".join(n.module.split(".")[:2]) for n in graph.nodes if n.module)
+        raise PartitionError(f"no module named {name!r} runs in {graph.name}; modules that do: {', '.join(list(known)[:12])}")
+    if inside[-1] + 1 >= len(graph.nodes):
+        raise PartitionError(f"module {name!r} ends the graph, so there is nothing after it to cut off; pin an earlier one")
+    place = places[inside[-1]]  # places[i] is the position before node i + 1
+    if place.forbidden:
+        legal = [p for p in places if p.legal]
+        near = min(legal, key=lambda p: abs(p.index - place.index), default=None)
+        hint = f"the nearest legal cut is after {describe_node(graph, near.index - 1)}" if near else "the graph has no legal cut"
+        raise PartitionError(f"no cut after {name!r}: {place.forbidden.reason}; {hint}")
+    return place
+
+
+def describe_node(graph: Graph, index: int) -> str:
+    node = graph.nodes[index]
+    return f"{node.op} in {node.module}" if node.module else node.op
+
+
+def _block_cuts(graph: Graph, places: list[Place]) -> list[Place]:
+    """Cuts around the repeated blocks: modules numbered in a container (`h.0`, `layer1.2`), outermost first."""
+    blocks = [_block_of(node.module) for node in graph.nodes]
+    return [place for place in places if place.legal and blocks[place.index - 1] != blocks[place.index]]
+
+
+def _block_of(module: str) -> str:
+    match = re.match(r"(?:[^.]*\D[^.]*\.)*\d+(?=\.|$)", module)
+    return match[0] if match else ""
+
+
+class _Search:
+    """The fastest partition with a given number of segments.
+
+    Two steps. First the least possible time T of the slowest segment, by bisection: for a given T the cuts that carry no
+    more than T's worth of bytes are allowed, and taking the farthest reachable one each time needs the fewest segments.
+    Then, with every segment at most T (and a slack), dynamic programming finds the exact number of segments that carries
+    the fewest bytes: best[k][j] = min over i of best[k-1][i] + bytes(j), where segment i..j fits. The i that fit form a
+    window that only moves forward, so a queue of candidates makes each step constant.
+    """
+
+    def __init__(self, graph: Graph, places: list[Place], pinned: set[int], max_bytes: int | None, flops_per_byte: float):
+        self.graph = graph
+        self.places = [p for p in places if p.legal]
+        self.bounds = [0, *(p.index for p in self.places), len(graph.nodes)]
+        self.pinned = pinned
+        self.max_bytes = max_bytes
+        self.flops_per_byte = flops_per_byte
+        flops = [0]
+        for node in graph.nodes:
+            flops.append(flops[-1] + node.flops)
+        self.flops = [float(flops[b]) for b in self.bounds]
+        self.transfer = [0.0, *(p.nbytes * flops_per_byte for p in self.places), 0.0]
+        self.earliest = self._earliest_starts()
+
+    def best(self, segments: int | None) -> list[Place]:
+        most = len(self.places) + 1
+        if segments is not None and segments > most:
+            raise PartitionError(
+                f"{segments} segments asked, but {self.graph.name} has {len(self.places)} legal cuts, so at most {most} segments; "
+                "ask for fewer, or see `packhorse inspect --cuts` for what forbids the other places"
+            )
+        if segments is not None and segments <= len(self.pinned):
+            raise PartitionError(
+                f"{segments} segments asked, but {len(self.pinned)} pinned cuts already make {len(self.pinned) + 1}"
+            )
+        fewest = self._fewest(float("inf"))
+        wanted = fewest if segments is None else segments
+        if wanted < fewest:
+            raise PartitionError(
+                f"{segments} segments of at most {self.max_bytes} bytes each cannot hold {self.graph.name}: it takes {fewest}; "
+                "raise max_bytes or ask for more segments"
+            )
+        limit = self._least_time(wanted) * SLACK
+        return self._fewest_bytes(wanted, limit)
+
+    def _earliest_starts(self) -> list[int]:
+        """For each bound j the earliest bound i with segment i..j within max_bytes and without a pinned cut inside."""
+        earliest, i = [0] * len(self.bounds), 0
+        window = _Window(self.graph)
+        for j in range(1, len(self.bounds)):
+            window.extend(self.bounds[j])
+            while i < j and self.max_bytes is not None and window.nbytes > self.max_bytes:
+                i += 1
+                window.shrink(self.bounds[i])
+            if i == j:
+                self._refuse_bytes(j)
+            earliest[j] = i
+            if self.bounds[j] in self.pinned:
+                i = j
+                window.shrink(self.bounds[j])
+        return earliest
+
+    def _refuse_bytes(self, j: int) -> None:
+        smallest = max(
+            _Window(self.graph, self.bounds[k - 1], self.bounds[k]).nbytes for k in range(1, len(self.bounds))
+        )
+        what = describe_node(self.graph, self.bounds[j] - 1)
+        raise PartitionError(
+            f"the piece that ends with {what} cannot be cut further and exceeds max_bytes={self.max_bytes}; "
+            f"the largest such piece needs {smallest} bytes: raise max_bytes, or make the example's batch smaller"
+        )
+
+    def _starts(self, limit: float) -> list[int]:
+        """For each bound j the earliest start of a segment that ends there and takes at most `limit`."""
+        starts, at = [], 0
+        for j, flops in enumerate(self.flops):
+            at = max(at, self.earliest[j])
+            while flops - self.flops[at] > limit:
+                at += 1
+            starts.append(at)
+        return starts
+
+    def _fewest(self, limit: float) -> int:
+        """The fewest segments with none above `limit`; more than there are bounds if it cannot be done."""
+        starts = self._starts(limit)
+        allowed = [t <= limit or b in self.pinned for t, b in zip(self.transfer, self.bounds, strict=True)]
+        end, count = len(self.bounds) - 1, 0
+        while end > 0:  # from the end, each segment begins as early as it may
+            start = starts[end]
+            while start < end and not (allowed[start] or start == 0):
+                start += 1
+            if start == end:
+                return len(self.bounds) + 1
+            end, count = start, count + 1
+        return count
+
+    def _least_time(self, segments: int) -> float:
+        """The least limit for which `segments` segments suffice, among the limits that can occur."""
+        units = [b - a for a, b in zip(self.flops, self.flops[1:], strict=False)]
+        low = max(max(units), self.flops[-1] / segments)
+        high = max(self.flops[-1], max(self.transfer), 1.0)
+        if self._count_allows(low, segments):
+            return low
+        while high - low > 1e-4 * high:
+            middle = (low + high) / 2
+            if self._count_allows(middle, segments):
+                high = middle
+            else:
+                low = middle
+        return high
+
+    def _count_allows(self, limit: float, segments: int) -> bool:
+        """Fewer suffice, and enough cuts are allowed to make that many (a further cut never slows a segment)."""
+        allowed = sum(t <= limit or b in self.pinned for t, b in zip(self.transfer, self.bounds, strict=True)) - 2
+        return self._fewest(limit) <= segments <= allowed + 1
+
+    def _fewest_bytes(self, segments: int, limit: float) -> list[Place]:
+        starts = self._starts(limit)
+        count = len(self.bounds)
+        never = float("inf")
+        cost = [0.0] + [never] * (count - 1)
+        origins: list[list[int]] = []
+        price = [
+            never if t > limit and b not in self.pinned else t for t, b in zip(self.transfer, self.bounds, strict=True)
+        ]
+        for _ in range(segments):
+            following, origin = [never] * count, [-1] * count
+            window: deque[int] = deque()  # candidates for i, cheapest first
+            for j in range(1, count):
+                while window and cost[window[-1]] >= cost[j - 1]:
+                    window.pop()
+                window.append(j - 1)
+                while window[0] < starts[j]:
+                    window.popleft()
+                if cost[window[0]] < never:
+                    following[j], origin[j] = cost[window[0]] + price[j], window[0]
+            cost = following
+            origins.append(origin)
+        chosen, j = [], count - 1
+        for origin in reversed(origins):
+            j = origin[j]
+            if j > 0:
+                chosen.append(self.places[j - 1])
+        assert j == 0 and len(chosen) == segments - 1, "the limit admits a partition, so the search finds one"
+        return chosen[::-1]
+
+
+class _Window:
+    """Bytes of a segment that grows at its end and shrinks at its start: the same sum as `Segment.nbytes`, kept up to date."""
+
+    def __init__(self, graph: Graph, start: int = 0, stop: int = 0):
+        self.graph, self.start, self.stop, self.nbytes = graph, start, start, 0
+        self.reads: Counter[int] = Counter()
+        self.extend(stop)
+
+    def extend(self, stop: int) -> None:
+        for node in self.graph.nodes[self.stop : stop]:
+            for ref in node.reads():
+                self.reads[ref] += 1
+                if self.reads[ref] == 1 and self.graph.producers[ref] < self.start:
+                    self.nbytes += self._outside(ref)
+            self.nbytes += node.nbytes
+        self.stop = max(self.stop, stop)
+
+    def shrink(self, start: int) -> None:
+        for node in self.graph.nodes[self.start : start]:
+            for ref in node.reads():
+                self.reads[ref] -= 1
+                if self.reads[ref] == 0 and self.graph.producers[ref] < self.start:
+                    self.nbytes -= self._outside(ref)
+            self.nbytes -= node.nbytes
+            for result in node.results:
+                if self.reads[result] > 0:
+                    self.nbytes += self._outside(result)
+            self.start += 1
+
+    def _outside(self, ref: int) -> int:
+        return 0 if self.graph.values[ref].kind == "constant" else self.graph.values[ref].nbytes
+
+
+def partition_like(graph: Graph, other: Partition) -> Partition:
+    """Cuts another capture of the same model (evaluation, prediction) so that its segments use the same parameters.
+
+    Operations differ between modes, so cuts are mapped by the parameters used before and after them. Where several
+    places separate the same parameters, the one that carries the fewest bytes is taken.
+    """
+    places = [p for p in find_places(graph) if p.legal]
+    firsts = _first_uses(graph)
+    wanted_firsts = _first_uses(other.graph)
+    chosen: list[Place] = []
+    for cut in other.cuts:
+        before = {name for name, first in wanted_firsts.items() if first < cut.index and name in firsts}
+        low = max((firsts[name] for name in before), default=-1)
+        high = min((first for name, first in firsts.items() if name not in before), default=len(graph.nodes) - 1)
+        after = chosen[-1].index if chosen else 0
+        left = bisect.bisect_left([p.index for p in places], max(low, after) + 1)
+        window = [p for p in places[left:] if p.index <= high] or places[left : left + 1]
+        if not window:
+            raise PartitionError(
+                f"{graph.name} in mode {graph.mode!r} has no legal cut that matches cut {cut.index} of its {other.graph.mode} graph"
+            )
+        chosen.append(min(window, key=lambda p: (p.nbytes, p.index)))
+    return Partition(graph, tuple(chosen))
+
+
+def _first_uses(graph: Graph) -> dict[str, int]:
+    firsts: dict[str, int] = {}
+    for i, node in enumerate(graph.nodes):
+        for ref in node.reads():
+            if graph.values[ref].kind == "parameter":
+                firsts.setdefault(graph.values[ref].name, i)
+    return firsts

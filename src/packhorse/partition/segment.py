@@ -1,0 +1,147 @@
+"""Segments: pure pieces of a graph, run with parameters, buffers and inputs, giving outputs.
+
+In: a graph and a range of its nodes. Out: `Segment`. Composed in order, the segments of any partition are the model; run
+one by one, with one `differentiate` each from last to first, they give the model's gradients bit for bit.
+"""
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packhorse.graph import Graph
+from packhorse.partition.code import Code, Rng, get_code, write_code
+
+
+class Segment:
+    """Nodes `start` to `stop` of a graph. Pure but for the buffers it is given, which it may advance (batch norm)."""
+
+    def __init__(self, graph: Graph, index: int, start: int, stop: int):
+        self.graph, self.index, self.start, self.stop = graph, index, start, stop
+
+    @cached_property
+    def _binding(self) -> Any:
+        return write_code(self.graph, self.start, self.stop)
+
+    @cached_property
+    def code(self) -> Code:
+        """The compiled function; twins share the object."""
+        return get_code(self._binding.source)
+
+    def _names(self, values: list[int]) -> tuple[str, ...]:
+        return tuple(self.graph.values[i].name for i in values)
+
+    @cached_property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the parameters it reads, in the order of the code's arguments."""
+        return self._names(self._binding.parameters)
+
+    @cached_property
+    def buffers(self) -> tuple[str, ...]:
+        return self._names(self._binding.buffers)
+
+    @cached_property
+    def constants(self) -> tuple[str, ...]:
+        return self._names(self._binding.constants)
+
+    @cached_property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the values it reads: the batch's own, and what earlier segments made."""
+        return self._names(self._binding.inputs)
+
+    @cached_property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the values it makes that later segments, or the caller, need."""
+        return self._names(self._binding.outputs)
+
+    @cached_property
+    def modules(self) -> tuple[str, ...]:
+        """The modules whose operations it runs, in order, without those that contain another one listed."""
+        seen = dict.fromkeys(node.module for node in self.nodes if node.module)
+        return tuple(m for m in seen if not any(other.startswith(f"{m}.") for other in seen))
+
+    @property
+    def nodes(self) -> tuple[Any, ...]:
+        return self.graph.nodes[self.start : self.stop]
+
+    @cached_property
+    def flops(self) -> int:
+        return sum(node.flops for node in self.nodes)
+
+    @cached_property
+    def parameter_nbytes(self) -> int:
+        return sum(self.graph.parameters[name].nbytes for name in self.parameters)
+
+    @cached_property
+    def input_nbytes(self) -> int:
+        return sum(self.graph.values[i].nbytes for i in self._binding.inputs)
+
+    @cached_property
+    def output_nbytes(self) -> int:
+        return sum(self.graph.values[i].nbytes for i in self._binding.outputs)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """What running it touches at the example's rows: parameters, buffers, inputs, and every value it makes."""
+        buffers = sum(self.graph.buffers[name].nbytes for name in self.buffers)
+        return self.parameter_nbytes + buffers + self.input_nbytes + sum(node.nbytes for node in self.nodes)
+
+    def __call__(
+        self,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        inputs: Mapping[str, Tensor],
+        rng: Rng | None = None,
+    ) -> dict[str, Tensor]:
+        """Runs it. `rng(ordinal)` is called before every random operation; without it they draw as they come."""
+        graph, binding = self.graph, self._binding
+        base = binding.first_ordinal
+        key = _draw_as_it_comes if rng is None else (lambda o: rng(o if isinstance(o, str) else base + o))
+        outputs = self.code.function(
+            *(parameters[name] for name in self.parameters),
+            *(buffers[name] for name in self.buffers),
+            *(graph.constants[name] for name in self.constants),
+            *(inputs[name] for name in self.inputs),
+            *(graph.blocks[target] for target in binding.blocks),
+            key,
+        )
+        return dict(zip(self.outputs, outputs, strict=True))
+
+    def differentiate(
+        self,
+        parameters: Mapping[str, Tensor],
+        inputs: Mapping[str, Tensor],
+        outputs: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor],
+    ) -> dict[str, Tensor]:
+        """One `autograd.grad`: gradients of this segment's parameters and inputs, from those of later segments.
+
+        `gradients` holds, by name, what later segments found for values and parameters; `inputs` are the leaves this
+        segment was run on. What a later segment read as well (a skip, a tied parameter) is a root beside the outputs, so
+        that autograd adds the later gradient first, as it would in one graph: adding it afterwards rounds differently.
+        """
+        leaves = {
+            name: tensor
+            for name, tensor in [*((n, parameters[n]) for n in self.parameters), *((n, inputs[n]) for n in self.inputs)]
+            if tensor.requires_grad
+        }
+        roots = {
+            name: tensor
+            for name, tensor in [*((n, outputs[n]) for n in self.outputs), *leaves.items()]
+            if name in gradients and tensor.requires_grad
+        }
+        if not roots or not leaves:
+            return {}
+        found = torch.autograd.grad(
+            list(roots.values()), list(leaves.values()), [gradients[name] for name in roots], allow_unused=True
+        )
+        return {name: gradient for name, gradient in zip(leaves, found, strict=True) if gradient is not None}
+
+    def __repr__(self) -> str:
+        return f"Segment({self.index}: {', '.join(self.modules)})"
+
+
+def _draw_as_it_comes(ordinal: int | str) -> None:
+    return None
