@@ -5,6 +5,7 @@ torch.export in a forked child process, so the caller's memory does not grow wit
 touched. What cannot be traced is cut at module boundaries instead (see `opaque`).
 """
 
+import gc
 import logging
 import multiprocessing
 import pickle
@@ -62,9 +63,7 @@ class _Untraced(Exception):
 
 
 def _check_model(model: nn.Module, mode: Mode) -> None:
-    from packhorse.graph.faithful import refuse_hooks
-
-    refuse_hooks(model)
+    _refuse_hooks(model)
     for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
         if nn.parameter.is_lazy(parameter):
             raise CaptureError(f"{name!r} is not initialised yet (a lazy module): run the model once on a batch before capture")
@@ -73,6 +72,30 @@ def _check_model(model: nn.Module, mode: Mode) -> None:
         raise CaptureError(
             f"{type(model).__name__} has {found}, nothing to train; set requires_grad=True on some, or capture with mode='eval'"
         )
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    """Hooks that would fire during capture only, or never, are refused by name."""
+    kinds = {
+        "_forward_hooks": "forward hook",
+        "_forward_pre_hooks": "forward pre-hook",
+        "_backward_hooks": "backward hook",
+        "_backward_pre_hooks": "backward pre-hook",
+    }
+    for name, module in model.named_modules():
+        for attribute, kind in kinds.items():
+            for hook in getattr(module, attribute).values():
+                if getattr(type(hook), "__module__", "").startswith("torch.nn.utils."):
+                    continue  # weight_norm and spectral_norm compute in their hooks, which is traced like forward
+                where = f"module {name!r}" if name else "the model"
+                raise CaptureError(f"{where} has a {kind} ({_hook_name(hook)}), which a graph cannot hold; remove it first")
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise CaptureError(f"parameter {name!r} has a gradient hook, which a graph cannot hold; remove it first")
+
+
+def _hook_name(hook: Any) -> str:
+    return getattr(hook, "__qualname__", None) or type(hook).__name__
 
 
 def _export(entry: Entry, tensors: list[Tensor], device: torch.device) -> Graph:
@@ -108,7 +131,9 @@ def _in_child(make: Callable[[], Graph]) -> Graph:
         child.start()
     sender.close()
     try:
-        outcome = pickle.loads(receiver.recv_bytes())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch's own, on unpickling a TreeSpec
+            outcome = pickle.loads(receiver.recv_bytes())
     except EOFError:
         child.join()
         raise CaptureError(
@@ -124,6 +149,7 @@ def _in_child(make: Callable[[], Graph]) -> Graph:
 
 def _child(make: Callable[[], Graph], sender: Connection) -> None:
     torch.set_num_threads(1)  # the parent's pool of threads does not exist here
+    gc.disable()  # short-lived, and makes millions of objects
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)  # tracing logs every attempt; what matters comes back as an error
     try:

@@ -24,7 +24,24 @@ from packhorse.batch import BatchSpec
 from packhorse.graph.cost import CostProbe, Facts, Spec
 from packhorse.graph.entry import Entry
 from packhorse.graph.faithful import Untraceable, faithful, faked
-from packhorse.graph.graph import Buffer, Graph, Guard, Node, Parameter, Ref, Size, Value, find_roots, input_name, move_refs, nbytes, refs
+from packhorse.graph.graph import (
+    Buffer,
+    Graph,
+    Guard,
+    Node,
+    Operation,
+    Parameter,
+    Ref,
+    Size,
+    Type,
+    Value,
+    find_roots,
+    input_name,
+    move_refs,
+    nbytes,
+    refs,
+)
+from packhorse.graph.table import NodeTable, ValueTable
 
 _CHECKS = ("_assert", "sym_constrain", "_functional_assert")  # runtime checks that export adds; ours come before the run
 
@@ -38,7 +55,7 @@ def export_graph(entry: Entry, guards: tuple[Guard, ...], packed: bool, device: 
     converter = _Converter(program, entry.spec, parameters, buffers, device)
     converter.convert()
     _copy_written_inputs(converter)
-    values, nodes, outputs = _prune(converter.values, converter.nodes, converter.outputs)
+    values, nodes, outputs = compact(converter.values, converter.nodes, converter.outputs)
     written = {values[ref].name for node in nodes for ref in node.writes if values[ref].kind == "buffer"}
     return Graph(
         name=type(entry.model).__name__,
@@ -60,16 +77,16 @@ def describe_state(model: nn.Module) -> tuple[dict[str, Parameter], dict[str, Bu
     names: dict[int, list[str]] = {}
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
         names.setdefault(id(tensor), []).append(name)
-    parameters = {
-        name: Parameter(name, tuple(names[id(p)]), tuple(p.shape), p.dtype, p.requires_grad)
-        for name, p in model.named_parameters()
-    }
+    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # one object a shape: there are few, and thousands of parameters
+
+    def describe(tensor: Tensor) -> tuple[str, tuple[str, ...], tuple[int, ...], torch.dtype]:
+        shape = tuple(tensor.shape)
+        return names[id(tensor)][0], tuple(names[id(tensor)]), shapes.setdefault(shape, shape), tensor.dtype
+
     persistent = set(model.state_dict(keep_vars=True))
-    buffers = {
-        name: Buffer(name, tuple(names[id(b)]), tuple(b.shape), b.dtype, name in persistent, False)
-        for name, b in model.named_buffers()
-    }
-    return parameters, buffers
+    parameters = [Parameter(*describe(p), p.requires_grad) for p in model.parameters()]
+    buffers = [Buffer(*describe(b), names[id(b)][0] in persistent, False) for b in model.buffers()]
+    return {p.name: p for p in parameters}, {b.name: b for b in buffers}
 
 
 def _trace(entry: Entry, mode: FakeTensorMode, device: torch.device) -> ExportedProgram:
@@ -173,11 +190,11 @@ class _Converter:
             example = tuple(self._at_example(s) for s in val.shape)
             stride = tuple(self._at_example(s) for s in val.stride())
             self.specs.append(Spec(example, stride, val.dtype, differentiable))
-            value = Value(name, kind, self._intern(shape), val.dtype, nbytes(example, val.dtype), differentiable)
+            type_ = Type(shape, val.dtype, nbytes(example, val.dtype), differentiable)
         else:
             self.specs.append(None)
-            value = Value(name, kind, (), None, 0, False)
-        self.values.append(value)
+            type_ = Type((), None, 0, False)
+        self.values.append(Value(name, kind, self._intern(type_)))
         return Ref(len(self.values) - 1)
 
     def _intern(self, item: Any) -> Any:
@@ -260,8 +277,20 @@ class _Converter:
         """Arithmetic on a number that depends on data."""
         ref = self._value(node.name, "node", node.meta.get("val"), False)
         module = {"_operator": "operator"}.get(target.__module__, target.__module__)
-        self.nodes.append(Node(f"{module}.{target.__name__}", args, (), (ref,), None, self._module(node)))
+        operation, operands = self._abstract(f"{module}.{target.__name__}", args, {})
+        self.nodes.append(Node(operation, operands, (ref,), self._module(node)))
         return ref
+
+    def _abstract(self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any], **facts: Any) -> tuple[Operation, tuple[int, ...]]:
+        """Separates what is done from what it is done to; equal operations become one object."""
+        operands = tuple(dict.fromkeys(refs((args, tuple(kwargs.values())))))
+        position = {operand: Ref(i) for i, operand in enumerate(operands)}
+        for name in ("writes", "aliases"):
+            facts[name] = tuple(sorted(move_refs(facts.get(name, ()), position.__getitem__)))
+        operation = Operation(
+            target, move_refs(args, position.__getitem__), move_refs(tuple(kwargs.items()), position.__getitem__), **facts
+        )
+        return self.interned.setdefault((repr(operation),), operation), operands
 
     def _operation(
         self,
@@ -282,29 +311,25 @@ class _Converter:
         differentiable = self._differentiable(facts, operands, items, picks, grad)
         results = tuple(self._value(n, "node", v, d) for n, v, d in zip(names, items, differentiable, strict=True))
         writes = _writes(target, args, kwargs)
-        plain = [w for w in writes if self.values[w].kind == "node" and not self.values[w].differentiable]
-        if grad and plain and any(self.values[o].differentiable for o in operands):
+        plain = [w for w in writes if self.values[w].kind == "node" and not self.values[w].type.differentiable]
+        if grad and plain and any(self.values[o].type.differentiable for o in operands):
             self._mark_differentiable(plain)
         positions = {0: 0} if single else {pick: at for at, pick in enumerate(picks)}
-        aliases = {(results[positions[i]], operands[j]) for i, j in facts.aliases if i in positions and j < len(operands)}
-        aliases |= {(result, operand) for result in results for operand in _views(target, args, kwargs)}
-        random = _is_random(target, args, kwargs)
-        self.nodes.append(
-            Node(
-                target=self._intern(str(target)),
-                args=self._intern_argument(args),
-                kwargs=tuple(kwargs.items()),
-                results=results,
-                picks=None if single else self._intern(picks),
-                module=self._module(node),
-                context=context,
-                writes=writes,
-                aliases=tuple(sorted(aliases)),
-                flops=facts.flops,
-                nbytes=sum(self.values[r].nbytes for r in results),
-                ordinal=self.num_random if random else None,
-            )
+        aliases = {(positions[i], operands[j]) for i, j in facts.aliases if i in positions and j < len(operands)}
+        aliases |= {(i, operand) for i in range(len(results)) for operand in _views(target, args, kwargs)}
+        operation, distinct = self._abstract(
+            str(target),
+            args,
+            kwargs,
+            picks=None if single else picks,
+            context=context,
+            writes=writes,
+            aliases=tuple(aliases),
+            flops=facts.flops,
+            nbytes=sum(self.values[r].nbytes for r in results),
         )
+        random = _is_random(target, args, kwargs)
+        self.nodes.append(Node(operation, distinct, results, self._module(node), self.num_random if random else None))
         self.num_random += random
         return results[0] if single else dict(zip(picks, results, strict=True))
 
@@ -314,7 +339,7 @@ class _Converter:
         if facts.differentiable:
             known = facts.differentiable
             return [known[i] if i < len(known) else False for i in (picks or range(len(items)))]
-        inherits = grad and any(self.values[o].differentiable for o in operands)
+        inherits = grad and any(self.values[o].type.differentiable for o in operands)
         return [inherits and isinstance(v, Tensor) and v.is_floating_point() for v in items]
 
     def _mark_differentiable(self, written: Iterable[int]) -> None:
@@ -322,8 +347,8 @@ class _Converter:
         roots = find_roots(self.nodes, len(self.values))
         changed = {roots[w] for w in written}
         for i, value in enumerate(self.values):
-            if roots[i] in changed and value.kind == "node" and not value.differentiable:
-                self.values[i] = replace(value, differentiable=True)
+            if roots[i] in changed and value.kind == "node" and not value.type.differentiable:
+                self.values[i] = value._replace(type=replace(value.type, differentiable=True))
                 spec = self.specs[i]
                 self.specs[i] = spec and replace(spec, differentiable=True)
 
@@ -334,14 +359,6 @@ class _Converter:
             return tuple(self._convert_argument(a, environment) for a in argument)
         if isinstance(argument, slice):
             raise Untraceable("a slice among an operation's arguments")
-        return argument
-
-    def _intern_argument(self, argument: Any) -> Any:
-        """Arguments without references are shared between nodes: a deep model has few distinct ones."""
-        if isinstance(argument, tuple):
-            argument = tuple(self._intern_argument(a) for a in argument)
-            if argument and not any(isinstance(a, (Ref, tuple, torch.fx.GraphModule)) for a in argument):
-                return self.interned.setdefault(("argument", tuple((type(a), a) for a in argument)), argument)
         return argument
 
     def _to_specs(self, argument: Any) -> Any:
@@ -407,47 +424,33 @@ def _copy_written_inputs(converter: _Converter) -> None:
     values, nodes = converter.values, converter.nodes
     roots = find_roots(nodes, len(values))
     written = sorted({roots[w] for node in nodes for w in node.writes if values[roots[w]].kind == "input"})
-    copies = {}
-    for i in written:
-        value = values[i]
-        copies[i] = Ref(len(values))
-        values.append(Value(f"{value.name}.copy", "node", value.shape, value.dtype, value.nbytes, value.differentiable))
-    if copies:
-        moved = [_renumber(node, lambda ref: copies.get(ref, ref)) for node in nodes]
-        clones = [
-            Node("aten.clone.default", (Ref(i),), (), (ref,), None, "", nbytes=values[i].nbytes) for i, ref in copies.items()
-        ]
-        converter.nodes = clones + moved
+    copies = {i: len(values) + at for at, i in enumerate(written)}
+    values += [values[i]._replace(name=f"{values[i].name}.copy", kind="node") for i in written]
+    clones = [
+        Node(Operation("aten.clone.default", (Ref(0),), nbytes=values[i].nbytes), (i,), (copy,), "")
+        for i, copy in copies.items()
+    ]
+    converter.nodes = clones + [_renumber(node, lambda i: copies.get(i, i)) for node in nodes] if copies else nodes
 
 
-def _renumber(node: Node, move: Callable[[Ref], Ref]) -> Node:
-    return replace(
-        node,
-        args=move_refs(node.args, move),
-        kwargs=tuple((name, move_refs(a, move)) for name, a in node.kwargs),
-        results=tuple(move(Ref(r)) for r in node.results),
-        writes=tuple(move(Ref(w)) for w in node.writes),
-        aliases=tuple((move(Ref(r)), move(Ref(o))) for r, o in node.aliases),
-    )
-
-
-def _prune(
+def compact(
     values: list[Value], nodes: list[Node], outputs: tuple[Any, ...]
-) -> tuple[tuple[Value, ...], tuple[Node, ...], tuple[Any, ...]]:
-    """Leaves out what reaches no output and has no effect: writes and random draws stay."""
+) -> tuple[ValueTable, NodeTable, tuple[Any, ...]]:
+    """Leaves out what reaches no output and has no effect (writes and random draws stay), and packs the rest."""
     needed = set(refs(outputs))
     kept: list[Node] = []
     for node in reversed(nodes):
-        if node.writes or node.ordinal is not None or needed.intersection(node.results):
-            needed.update(node.reads())
+        if node.operation.writes or node.ordinal is not None or needed.intersection(node.results):
+            needed.update(node.operands)
             kept.append(node)
     kept.reverse()
-    needed.update(result for node in kept for result in node.results)
-    order = [i for i, value in enumerate(values) if i in needed or value.kind == "input"]
-    moved = {old: Ref(new) for new, old in enumerate(order)}
+    makers = {result: node for node in kept for result in node.results}
+    outside = [i for i, value in enumerate(values) if value.kind != "node" and (i in needed or value.kind == "input")]
+    moved = {old: Ref(new) for new, old in enumerate([*outside, *makers])}
+    made = [values[i]._replace(name=node.operation.name.partition(".")[0]) for i, node in makers.items()]
+    renumbered = (_renumber(node, lambda i: moved[i]) for node in kept)
+    return ValueTable([values[i] for i in outside], made), NodeTable(renumbered), move_refs(outputs, moved.__getitem__)
 
-    def move(ref: Ref) -> Ref:
-        return moved[ref]
 
-    renumbered = tuple(_renumber(node, move) for node in kept)
-    return tuple(values[i] for i in order), renumbered, move_refs(outputs, move)
+def _renumber(node: Node, move: Callable[[int], int]) -> Node:
+    return node._replace(operands=tuple(map(move, node.operands)), results=tuple(map(move, node.results)))

@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.fx.config
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -31,6 +32,7 @@ def faithful(guards: tuple[Guard, ...], packed: bool = False) -> Iterator[None]:
         def patch(owner: Any, name: str, value: Any) -> None:
             stack.enter_context(mock.patch.object(owner, name, value))
 
+        patch(torch.fx.config, "do_not_emit_stack_traces", True)  # a third of the time of a trace, and unused
         # Models ask these to choose simpler kernels for export; they should choose what eager chooses.
         patch(torch.compiler, "is_exporting", lambda: False)
         patch(torch.compiler, "is_compiling", lambda: False)
@@ -90,30 +92,6 @@ def find_guards(model: nn.Module, spec: BatchSpec, tensors: list[Tensor]) -> tup
     guards = tuple(g for g in wanted if g.input in inputs and inputs[g.input].ndim == 2 and g.holds(inputs[g.input]))
     packed = "position_ids" in inputs and not any(g.input == "position_ids" for g in guards)
     return guards, packed
-
-
-def refuse_hooks(model: nn.Module) -> None:
-    """Hooks that would fire during capture only, or never, are refused by name."""
-    kinds = {
-        "_forward_hooks": "forward hook",
-        "_forward_pre_hooks": "forward pre-hook",
-        "_backward_hooks": "backward hook",
-        "_backward_pre_hooks": "backward pre-hook",
-    }
-    for name, module in model.named_modules():
-        for attribute, kind in kinds.items():
-            for hook in getattr(module, attribute).values():
-                if getattr(type(hook), "__module__", "").startswith("torch.nn.utils."):
-                    continue  # weight_norm and spectral_norm compute in their hooks, which is traced like forward
-                where = f"module {name!r}" if name else "the model"
-                raise CaptureError(f"{where} has a {kind} ({_name(hook)}), which a graph cannot hold; remove it first")
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise CaptureError(f"parameter {name!r} has a gradient hook, which a graph cannot hold; remove it first")
-
-
-def _name(hook: Any) -> str:
-    return getattr(hook, "__qualname__", None) or type(hook).__name__
 
 
 @contextlib.contextmanager

@@ -4,10 +4,11 @@ In: nothing but records (see `export` and `opaque`, which make them). Out: `Grap
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ Mode = Literal["train", "eval", "predict"]
 
 
 class Ref(int):
-    """In a node's arguments: the value with this index."""
+    """A value by its index; in an operation's arguments, the operand at this position."""
 
     __slots__ = ()
 
@@ -42,46 +43,77 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
-    """Something a node reads or makes.
+class Type:
+    """What is known of a value before it exists. Repeated blocks share these."""
 
-    `kind` is where it comes from: a "parameter", "buffer" or "constant" (then `name` is its original name), an "input"
-    of the batch, or a "node". Non-tensors (sizes that depend on data) have dtype None and never cross a cut.
-    """
-
-    name: str
-    kind: Literal["parameter", "buffer", "constant", "input", "node"]
     shape: tuple[int | Size | None, ...]  # None: a size that depends on the data
-    dtype: torch.dtype | None
+    dtype: torch.dtype | None  # None: no tensor but a number read off the data; it never crosses a cut
     nbytes: int  # at the example's rows
     differentiable: bool
 
 
+class Value(NamedTuple):
+    """Something a node reads or makes.
+
+    `kind` is where it comes from: a "parameter", "buffer" or "constant" (then `name` is its original name), an "input"
+    of the batch, or a "node".
+    """
+
+    name: str
+    kind: Literal["parameter", "buffer", "constant", "input", "node"]
+    type: Type
+
+    @property
+    def nbytes(self) -> int:
+        return self.type.nbytes
+
+
 @dataclass(frozen=True, slots=True)
-class Node:
-    """One operation. `picks` tells which items of the operation's result tuple become `results` (None: it is a tensor)."""
+class Operation:
+    """What a node does, without the values it does it to: repeated blocks share these."""
 
     target: str
-    args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...]
-    results: tuple[int, ...]
-    picks: tuple[int, ...] | None
-    module: str
-    context: tuple[Any, ...] = ()  # ("no_grad",), ("autocast", device, dtype, enabled, cache)
+    args: tuple[Any, ...]  # Ref(i) stands for operand i
+    kwargs: tuple[tuple[str, Any], ...] = ()
+    picks: tuple[int, ...] | None = None  # which items of the result tuple become results; None: the result is a tensor
+    context: tuple[Any, ...] = ()  # regions around it: ("no_grad",), ("autocast", device, dtype, enabled, cache)
     writes: tuple[int, ...] = ()  # operands whose storage it changes
-    aliases: tuple[tuple[int, int], ...] = ()  # (result, operand) that share storage
+    aliases: tuple[tuple[int, int], ...] = ()  # (result, operand) that may share storage
     flops: int = 0
-    nbytes: int = 0  # of its results, at the example's rows
+    nbytes: int = 0  # of its results; like flops, at the example's rows
+
+    @property
+    def name(self) -> str:
+        return self.target.removeprefix("aten.").removesuffix(".default")
+
+
+class Node(NamedTuple):
+    """One operation at its place: which values it reads and makes, in which module."""
+
+    operation: Operation
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    module: str
     ordinal: int | None = None  # its place among the graph's random operations
 
     @property
-    def op(self) -> str:
-        return self.target.removeprefix("aten.").removesuffix(".default")
+    def flops(self) -> int:
+        return self.operation.flops
 
-    def reads(self) -> Iterator[int]:
-        yield from refs(self.args)
-        for _, value in self.kwargs:
-            yield from refs(value)
+    @property
+    def nbytes(self) -> int:
+        return self.operation.nbytes
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        return tuple(self.operands[i] for i in self.operation.writes)
+
+    @property
+    def aliases(self) -> tuple[tuple[int, int], ...]:
+        return tuple((self.results[r], self.operands[o]) for r, o in self.operation.aliases)
+
+    def __str__(self) -> str:
+        return f"{self.operation.name} in {self.module}" if self.module else self.operation.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +167,8 @@ class Graph:
     name: str
     mode: Mode
     batch: BatchSpec
-    values: tuple[Value, ...]
-    nodes: tuple[Node, ...]
+    values: Sequence[Value]
+    nodes: Sequence[Node]
     outputs: tuple[Any, ...]  # Ref, or a constant the model returned
     output_tree: TreeSpec | None  # None: outputs are (loss,)
     parameters: dict[str, Parameter]  # all of the model's, used or not, in the order of model.parameters()
@@ -147,24 +179,24 @@ class Graph:
     blocks: dict[str, Any] = field(default_factory=dict)  # target -> callable of opaque nodes
 
     @cached_property
-    def producers(self) -> tuple[int, ...]:
+    def producers(self) -> "array[int]":
         """For each value the index of the node that makes it, -1 for what comes from outside."""
-        producers = [-1] * len(self.values)
+        producers = array("i", [-1]) * len(self.values)
         for i, node in enumerate(self.nodes):
             for result in node.results:
                 producers[result] = i
-        return tuple(producers)
+        return producers
 
     @cached_property
-    def last_uses(self) -> tuple[int, ...]:
+    def last_uses(self) -> "array[int]":
         """For each value the index of the last node that reads it; len(nodes) if the graph returns it, -1 if unused."""
-        uses = [-1] * len(self.values)
+        uses = array("i", [-1]) * len(self.values)
         for i, node in enumerate(self.nodes):
-            for ref in node.reads():
-                uses[ref] = i
+            for operand in node.operands:
+                uses[operand] = i
         for ref in refs(self.outputs):
             uses[ref] = len(self.nodes)
-        return tuple(uses)
+        return uses
 
     @cached_property
     def flops(self) -> int:

@@ -3,7 +3,7 @@
 from packhorse.models.bert import Bert, BertConfig
 from packhorse.models.gpt import GPT, GPTConfig
 from packhorse.models.mlp import MLP
-from packhorse.models.vision import AlexNet, ResNet50, UNet, VGG16
+from packhorse.models.vision import VGG16, AlexNet, ResNet50, UNet
 from packhorse.models.zoo import Task, load_task, task_names
 
 __all__ = [

@@ -21,7 +21,7 @@ from packhorse.errors import ModelError
 from packhorse.models.bert import Bert, BertConfig
 from packhorse.models.gpt import GPT, GPTConfig
 from packhorse.models.mlp import MLP
-from packhorse.models.vision import AlexNet, ResNet50, UNet, VGG16
+from packhorse.models.vision import VGG16, AlexNet, ResNet50, UNet
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,12 @@
 """Where a graph may be cut, and where to cut it."""
 
 from packhorse.partition.code import Code
-from packhorse.partition.constraints import Constraint, Place, find_constraints, find_places
+from packhorse.partition.constraints import (
+    Constraint,
+    Place,
+    find_constraints,
+    find_places,
+)
 from packhorse.partition.partition import Partition, partition, partition_like
 from packhorse.partition.segment import Segment
 

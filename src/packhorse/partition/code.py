@@ -9,7 +9,7 @@ import linecache
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,8 +121,8 @@ class _Writer:
         context: tuple[Any, ...] = ()
         for index in range(self.start, self.stop):
             node = self.graph.nodes[index]
-            if node.context != context:
-                context = node.context
+            if node.operation.context != context:
+                context = node.operation.context
                 lines += ["    " * depth + f"with {_region(region)}:" for depth, region in enumerate(context)]
             indent = "    " * len(context)
             lines += [indent + line for line in self._statement(node, index)]
@@ -136,13 +136,14 @@ class _Writer:
         for result in node.results:
             self.names[result] = f"v{len(self.names)}"
         names = [self.names[r] for r in node.results]
-        if node.picks is None:
+        picks = node.operation.picks
+        if picks is None:
             lines.append(f"{names[0]} = {call}")
         else:
             lines.append(f"t = {call}")
-            lines += [f"{name} = t[{pick}]" for name, pick in zip(names, node.picks, strict=True)]
+            lines += [f"{name} = t[{pick}]" for name, pick in zip(names, picks, strict=True)]
             lines.append("del t")
-        dead = {ref for ref in node.reads() if self.graph.last_uses[ref] == index and self._is_local(ref)}
+        dead = {ref for ref in node.operands if self.graph.last_uses[ref] == index and self._is_local(ref)}
         dead |= {r for r in node.results if self.graph.last_uses[r] < 0}
         if dead:
             lines.append(f"del {', '.join(sorted(self.names[d] for d in dead))}")
@@ -152,28 +153,29 @@ class _Writer:
         return self.graph.producers[ref] >= self.start
 
     def _call(self, node: Node) -> str:
-        arguments = [self._print(a) for a in node.args]
-        arguments += [f"{name}={self._print(a)}" for name, a in node.kwargs]
-        if node.target in self.graph.blocks:
+        operation = node.operation
+        arguments = [self._print(a, node) for a in operation.args]
+        arguments += [f"{name}={self._print(a, node)}" for name, a in operation.kwargs]
+        if operation.target in self.graph.blocks:
             arguments.append("rng")
-            if node.target not in self.binding.blocks:
-                self.binding.blocks.append(node.target)
-            return f"block{self.binding.blocks.index(node.target)}({', '.join(arguments)})"
-        name = "op_" + re.sub(r"\W", "_", node.target)
-        _TARGETS[name] = node.target
+            if operation.target not in self.binding.blocks:
+                self.binding.blocks.append(operation.target)
+            return f"block{self.binding.blocks.index(operation.target)}({', '.join(arguments)})"
+        name = "op_" + re.sub(r"\W", "_", operation.target)
+        _TARGETS[name] = operation.target
         return f"{name}({', '.join(arguments)})"
 
-    def _print(self, argument: Any) -> str:
+    def _print(self, argument: Any, node: Node) -> str:
         if isinstance(argument, Ref):
-            return self._name(argument)
+            return self._name(node.operands[argument])
         if isinstance(argument, tuple):
-            return f"[{', '.join(self._print(a) for a in argument)}]"
+            return f"[{', '.join(self._print(a, node) for a in argument)}]"
         if isinstance(argument, Size):
             self.needs_rows = True
             return f"({argument.expression})" if not argument.expression.isidentifier() else argument.expression
         return repr(argument)
 
-    def _name(self, ref: Ref) -> str:
+    def _name(self, ref: int) -> str:
         if ref not in self.names:
             kind = self.graph.values[ref].kind
             letter, group = {
@@ -187,17 +189,15 @@ class _Writer:
 
     def _rows(self) -> list[str]:
         """Derives the rows of the batch from an input's sizes; if none tells, an input of the batch joins the inputs."""
-        for candidates in (self.binding.inputs, self._batch_inputs()):
-            for ref in candidates:
-                for dimension, size in enumerate(self.graph.values[ref].shape):
+        for ref in (*self.binding.inputs, *range(len(self.graph.values))):
+            value = self.graph.values[ref]
+            if ref in self.binding.inputs or value.kind == "input":
+                for dimension, size in enumerate(value.type.shape):
                     divisor = _multiple_of_rows(size)
                     if divisor:
-                        found = f"{self._name(Ref(ref))}.shape[{dimension}]"
+                        found = f"{self._name(ref)}.shape[{dimension}]"
                         return [f"b = {found}" if divisor == 1 else f"b = {found} // {divisor}"]
         raise AssertionError("no input of the batch has its rows as dimension 0")
-
-    def _batch_inputs(self) -> Iterable[int]:
-        return [i for i, value in enumerate(self.graph.values) if value.kind == "input"]
 
 
 def _multiple_of_rows(size: Any) -> int:

@@ -23,10 +23,9 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The position before node `index`: what is alive there, and what forbids a cut (None: legal)."""
+    """The position before node `index`: the bytes alive there, and what forbids a cut (None: legal)."""
 
     index: int
-    live: tuple[int, ...]  # values made before and read after; the batch's own inputs are everywhere and not counted
     nbytes: int
     forbidden: Constraint | None
 
@@ -58,13 +57,13 @@ def _writes(graph: Graph) -> Iterator[Constraint]:
             root = graph.values[roots[w]]
             if root.kind == "node":
                 start = first[roots[w]]
-                reason = f"{_at(graph, i)} writes in place into what {_at(graph, start)} made"
+                reason = f"{node} writes in place into what {graph.nodes[start]} made"
                 yield Constraint("write", start, i, reason)
     for value, root in enumerate(roots):
         owner = graph.values[root]
         if root in written and owner.kind != "node" and producers[value] >= 0 and uses[value] > producers[value]:
             last = min(uses[value], len(graph.nodes) - 1)
-            reason = f"{_at(graph, producers[value])} is a view of {owner.kind} {owner.name}, which is written"
+            reason = f"{graph.nodes[producers[value]]} is a view of {owner.kind} {owner.name}, which is written"
             yield Constraint("buffer view", producers[value], last, reason)
 
 
@@ -72,14 +71,9 @@ def _data_dependent_sizes(graph: Graph) -> Iterator[Constraint]:
     """A number or size read off the data, and all that depends on it: only tensors of known size cross a cut."""
     for i, value in enumerate(graph.values):
         made, last = graph.producers[i], min(graph.last_uses[i], len(graph.nodes) - 1)
-        unknown = value.dtype is None or None in value.shape
+        unknown = value.type.dtype is None or None in value.type.shape
         if unknown and made >= 0 and last > made:
-            yield Constraint("data-dependent size", made, last, f"the size of {value.name} ({_at(graph, made)}) depends on the data")
-
-
-def _at(graph: Graph, index: int) -> str:
-    node = graph.nodes[index]
-    return f"{node.op} in {node.module}" if node.module else node.op
+            yield Constraint("data-dependent size", made, last, f"the size of {value.name} ({graph.nodes[made]}) depends on the data")
 
 
 def find_places(graph: Graph) -> list[Place]:
@@ -89,21 +83,20 @@ def find_places(graph: Graph) -> list[Place]:
     for constraint in find_constraints(graph):
         for position in range(constraint.first + 1, constraint.last + 1):
             blocking[position] = blocking[position] or constraint
-    starts: list[list[int]] = [[] for _ in range(count + 1)]
-    ends: list[list[int]] = [[] for _ in range(count + 1)]
-    for i in range(len(graph.values)):
+    changes = [0] * (count + 2)
+    for i, value in enumerate(graph.values):
         made, last = graph.producers[i], graph.last_uses[i]
         if made >= 0 and last > made:
-            starts[made + 1].append(i)
-            if last < count:
-                ends[last + 1].append(i)
-    places, live, nbytes = [], dict[int, None](), 0
+            changes[made + 1] += value.nbytes
+            changes[last + 1] -= value.nbytes
+    places, nbytes = [], 0
     for position in range(1, count):
-        for i in starts[position]:
-            live[i] = None
-            nbytes += graph.values[i].nbytes
-        for i in ends[position]:
-            del live[i]
-            nbytes -= graph.values[i].nbytes
-        places.append(Place(position, tuple(live), nbytes, blocking[position]))
+        nbytes += changes[position]
+        places.append(Place(position, nbytes, blocking[position]))
     return places
+
+
+def find_live(graph: Graph, index: int) -> list[int]:
+    """The values made before node `index` and read there or later. The batch's own are everywhere, and do not count."""
+    producers, uses = graph.producers, graph.last_uses
+    return [i for i in range(len(graph.values)) if 0 <= producers[i] < index <= uses[i]]

@@ -7,6 +7,7 @@ dynamic programming over the legal cuts; among partitions as fast as the best, t
 
 import bisect
 import re
+from array import array
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -104,14 +105,9 @@ def _find_pinned(graph: Graph, places: list[Place], name: str) -> Place:
     if place.forbidden:
         legal = [p for p in places if p.legal]
         near = min(legal, key=lambda p: abs(p.index - place.index), default=None)
-        hint = f"the nearest legal cut is after {describe_node(graph, near.index - 1)}" if near else "the graph has no legal cut"
+        hint = f"the nearest legal cut is after {graph.nodes[near.index - 1]}" if near else "the graph has no legal cut"
         raise PartitionError(f"no cut after {name!r}: {place.forbidden.reason}; {hint}")
     return place
-
-
-def describe_node(graph: Graph, index: int) -> str:
-    node = graph.nodes[index]
-    return f"{node.op} in {node.module}" if node.module else node.op
 
 
 def _block_cuts(graph: Graph, places: list[Place]) -> list[Place]:
@@ -191,7 +187,7 @@ class _Search:
         smallest = max(
             _Window(self.graph, self.bounds[k - 1], self.bounds[k]).nbytes for k in range(1, len(self.bounds))
         )
-        what = describe_node(self.graph, self.bounds[j] - 1)
+        what = self.graph.nodes[self.bounds[j] - 1]
         raise PartitionError(
             f"the piece that ends with {what} cannot be cut further and exceeds max_bytes={self.max_bytes}; "
             f"the largest such piece needs {smallest} bytes: raise max_bytes, or make the example's batch smaller"
@@ -246,12 +242,12 @@ class _Search:
         count = len(self.bounds)
         never = float("inf")
         cost = [0.0] + [never] * (count - 1)
-        origins: list[list[int]] = []
+        origins: list[array[int]] = []
         price = [
             never if t > limit and b not in self.pinned else t for t, b in zip(self.transfer, self.bounds, strict=True)
         ]
         for _ in range(segments):
-            following, origin = [never] * count, [-1] * count
+            following, origin = [never] * count, array("i", [-1]) * count
             window: deque[int] = deque()  # candidates for i, cheapest first
             for j in range(1, count):
                 while window and cost[window[-1]] >= cost[j - 1]:
@@ -282,7 +278,7 @@ class _Window:
 
     def extend(self, stop: int) -> None:
         for node in self.graph.nodes[self.stop : stop]:
-            for ref in node.reads():
+            for ref in node.operands:
                 self.reads[ref] += 1
                 if self.reads[ref] == 1 and self.graph.producers[ref] < self.start:
                     self.nbytes += self._outside(ref)
@@ -291,7 +287,7 @@ class _Window:
 
     def shrink(self, start: int) -> None:
         for node in self.graph.nodes[self.start : start]:
-            for ref in node.reads():
+            for ref in node.operands:
                 self.reads[ref] -= 1
                 if self.reads[ref] == 0 and self.graph.producers[ref] < self.start:
                     self.nbytes -= self._outside(ref)
@@ -333,7 +329,7 @@ def partition_like(graph: Graph, other: Partition) -> Partition:
 def _first_uses(graph: Graph) -> dict[str, int]:
     firsts: dict[str, int] = {}
     for i, node in enumerate(graph.nodes):
-        for ref in node.reads():
+        for ref in node.operands:
             if graph.values[ref].kind == "parameter":
                 firsts.setdefault(graph.values[ref].name, i)
     return firsts
