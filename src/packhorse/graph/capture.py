@@ -6,8 +6,8 @@ touched. What cannot be traced is cut at module boundaries instead (see `opaque`
 """
 
 import gc
-import logging
 import multiprocessing
+import os
 import pickle
 import sys
 import traceback
@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from packhorse.batch import BatchSpec
-from packhorse.errors import BatchError, CaptureError, PackhorseError
+from packhorse.errors import CaptureError, PackhorseError
 from packhorse.graph.entry import Entry, Loss
 from packhorse.graph.graph import Graph, Mode
-from packhorse.graph.opaque import opaque_graph
+from packhorse.graph.opaque import attach, opaque_graph
 
 
 def capture(
@@ -51,8 +51,9 @@ def capture(
         tensors = spec.flatten(example)
         try:
             return _in_child(lambda: _export(entry, tensors, torch.device(device)))
-        except _Untraced as reason:
-            return _in_child(lambda: opaque_graph(entry, tensors, str(reason)))
+        except _Untraced as error:
+            reason = str(error)
+            return attach(_in_child(lambda: opaque_graph(entry, tensors, reason)), entry)
     finally:
         for module, training in modes.items():
             module.training = training
@@ -151,7 +152,9 @@ def _child(make: Callable[[], Graph], sender: Connection) -> None:
     torch.set_num_threads(1)  # the parent's pool of threads does not exist here
     gc.disable()  # short-lived, and makes millions of objects
     warnings.simplefilter("ignore")
-    logging.disable(logging.CRITICAL)  # tracing logs every attempt; what matters comes back as an error
+    silence = os.open(os.devnull, os.O_WRONLY)  # tracing prints every attempt; what matters comes back as an error
+    os.dup2(silence, 1)
+    os.dup2(silence, 2)
     try:
         outcome: Any = make()
     except (PackhorseError, _Untraced) as error:

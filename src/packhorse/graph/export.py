@@ -13,7 +13,7 @@ from typing import Any
 import sympy
 import torch
 import torch.fx
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
@@ -35,6 +35,7 @@ from packhorse.graph.graph import (
     Size,
     Type,
     Value,
+    describe_state,
     find_roots,
     input_name,
     move_refs,
@@ -72,23 +73,6 @@ def export_graph(entry: Entry, guards: tuple[Guard, ...], packed: bool, device: 
     )
 
 
-def describe_state(model: nn.Module) -> tuple[dict[str, Parameter], dict[str, Buffer]]:
-    """Parameters and buffers by first name; one tensor with several names is one entry."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
-        names.setdefault(id(tensor), []).append(name)
-    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # one object a shape: there are few, and thousands of parameters
-
-    def describe(tensor: Tensor) -> tuple[str, tuple[str, ...], tuple[int, ...], torch.dtype]:
-        shape = tuple(tensor.shape)
-        return names[id(tensor)][0], tuple(names[id(tensor)]), shapes.setdefault(shape, shape), tensor.dtype
-
-    persistent = set(model.state_dict(keep_vars=True))
-    parameters = [Parameter(*describe(p), p.requires_grad) for p in model.parameters()]
-    buffers = [Buffer(*describe(b), names[id(b)][0] in persistent, False) for b in model.buffers()]
-    return {p.name: p for p in parameters}, {b.name: b for b in buffers}
-
-
 def _trace(entry: Entry, mode: FakeTensorMode, device: torch.device) -> ExportedProgram:
     spec = entry.spec
     rows = max(spec.rows, 2)  # a dimension of 1 would be taken for a constant
@@ -123,7 +107,7 @@ class _Converter:
         self.constants: dict[str, Tensor] = {}
         self.probe = CostProbe(device)
         self.specs: list[Spec | None] = []  # per value, sizes of the example
-        self.batch_symbol: sympy.Symbol | None = None
+        self.batch_symbols = self._find_batch_symbols()
         self.printer = PythonPrinter()
         self.refs_by_name: dict[str, Ref] = {}
         self.interned: dict[Any, Any] = {}
@@ -131,22 +115,23 @@ class _Converter:
 
     def convert(self) -> None:
         environment: dict[torch.fx.Node, Any] = {}
-        self._find_batch_symbol()
         self._add_placeholders(environment)
         self.outputs = tuple(_flat(self._walk(self.program.graph_module, environment, ())))
 
     # -- what comes from outside
 
-    def _find_batch_symbol(self) -> None:
+    def _find_batch_symbols(self) -> set[sympy.Symbol]:
+        """What stands for the rows of the batch: usually one symbol, one an input where nothing relates the inputs."""
         users = [s for s in self.program.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
         placeholders = {node.name: node for node in self.program.graph.nodes if node.op == "placeholder"}
-        for leaf, spec in zip(self.spec.leaves, users, strict=True):
-            if leaf.batched:
-                size = placeholders[spec.arg.name].meta["val"].shape[0]
-                if isinstance(size, torch.SymInt):
-                    self.batch_symbol = size.node.expr
-                    return
-        raise Untraceable("the model fixes the number of rows of its batch")
+        sizes = [
+            placeholders[spec.arg.name].meta["val"].shape[0]
+            for leaf, spec in zip(self.spec.leaves, users, strict=True)
+            if leaf.batched
+        ]
+        if not all(isinstance(size, torch.SymInt) for size in sizes):
+            raise Untraceable("the model fixes the number of rows of its batch")
+        return {size.node.expr for size in sizes}
 
     def _add_placeholders(self, environment: dict[torch.fx.Node, Any]) -> None:
         leaves = iter(self.spec.leaves)
@@ -207,25 +192,23 @@ class _Converter:
         expression = size.node.expr
         if not expression.free_symbols:
             return int(expression)
-        if not expression.free_symbols <= {self.batch_symbol}:
+        if not expression.free_symbols <= self.batch_symbols:
             return None
         return self._intern(Size(self._print(expression)))
 
     def _print(self, expression: sympy.Expr) -> str:
-        return self.printer.doprint(expression.xreplace({self.batch_symbol: sympy.Symbol("b", integer=True)}))
+        return self.printer.doprint(expression.xreplace(dict.fromkeys(self.batch_symbols, sympy.Symbol("b", integer=True))))
 
     def _at_example(self, size: Any) -> int:
         if not isinstance(size, torch.SymInt):
             return size
-        expression = size.node.expr.xreplace({self.batch_symbol: sympy.Integer(self.spec.rows)})
-        # A size that depends on data: the rows of the batch stand in for it.
-        return int(expression.xreplace({s: sympy.Integer(self.spec.rows) for s in expression.free_symbols}))
+        expression = size.node.expr  # where a size depends on data, the rows of the batch stand in for it
+        return int(expression.xreplace(dict.fromkeys(expression.free_symbols, sympy.Integer(self.spec.rows))))
 
     def _is_hoisted(self, val: Any) -> bool:
         """Numbers that follow from the batch's rows alone are derived in every segment instead of carried."""
-        return isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)) and val.node.expr.free_symbols <= {
-            self.batch_symbol
-        }
+        symbolic = isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool))
+        return symbolic and val.node.expr.free_symbols <= self.batch_symbols
 
     # -- nodes
 

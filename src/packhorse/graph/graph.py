@@ -11,13 +11,21 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
 from packhorse.batch import BatchSpec
 from packhorse.errors import BatchError
 
 Mode = Literal["train", "eval", "predict"]
+
+# Called before every random operation, with its ordinal in the graph (in an opaque block: the block's name and the number
+# of the draw), so that the caller may set the generator.
+Rng = Callable[[int | str], None]
+
+
+def draw_as_it_comes(key: int | str) -> None:
+    """The Rng that leaves the generator alone: random operations draw in order, as in the plain module."""
 
 
 class Ref(int):
@@ -226,6 +234,23 @@ class Graph:
                     "batch it is not; capture again with this batch as the example"
                 )
         return inputs
+
+
+def describe_state(model: nn.Module) -> tuple[dict[str, Parameter], dict[str, Buffer]]:
+    """Parameters and buffers by first name; one tensor with several names is one entry."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        names.setdefault(id(tensor), []).append(name)
+    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # one object a shape: there are few, and thousands of parameters
+
+    def describe(tensor: Tensor) -> tuple[str, tuple[str, ...], tuple[int, ...], torch.dtype]:
+        shape = tuple(tensor.shape)
+        return names[id(tensor)][0], tuple(names[id(tensor)]), shapes.setdefault(shape, shape), tensor.dtype
+
+    persistent = set(model.state_dict(keep_vars=True))
+    parameters = [Parameter(*describe(p), p.requires_grad) for p in model.parameters()]
+    buffers = [Buffer(*describe(b), names[id(b)][0] in persistent, False) for b in model.buffers()]
+    return {p.name: p for p in parameters}, {b.name: b for b in buffers}
 
 
 def input_name(path: str) -> str:

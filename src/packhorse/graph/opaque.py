@@ -1,1 +1,532 @@
-def opaque_graph(entry,tensors,reason): raise NotImplementedError(reason)
+"""The fallback for what cannot be traced: cuts at module boundaries, blocks run as they are.
+
+In: an `Entry` whose model branches on data, and the example's tensors. Out: a `Graph` with one node a block call.
+
+[Note: replay] A node must be pure, but the glue between two blocks is Python that cannot be taken apart. So node k runs the
+model's own forward from the start, with every earlier block call answered by its stored outputs, runs call k for real and
+stops there. The glue is run again by every node; the blocks, where the work is, once. Of the earlier outputs a node is given
+only what it needs: the others are placeholders without data, and what glue computes from them has no data either. What is
+needed is found by trial: first only what call k is given itself, then also the output just before it, and where that does not
+suffice (glue branches on earlier outputs), all of them.
+"""
+
+import copy
+import functools
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+
+from packhorse.errors import CaptureError
+from packhorse.graph.entry import Entry
+from packhorse.graph.graph import (
+    Buffer,
+    Graph,
+    Node,
+    Operation,
+    Parameter,
+    Ref,
+    Rng,
+    Size,
+    Type,
+    Value,
+    describe_state,
+    draw_as_it_comes,
+    input_name,
+    nbytes,
+)
+from packhorse.graph.table import NodeTable, ValueTable
+
+Call = tuple[str, int]  # a block by name, and how often it was called before in this run
+
+GLUE: Call = ("", 0)  # stands for what runs after the last block: the rest of forward, and the loss
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one node needs to know: which call it runs, on which state, and which earlier outputs it is given."""
+
+    call: Call
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    previous: tuple[Call, ...]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The structure of a call's outputs: `tensors` are the places of tensors among its leaves, `others` the other leaves."""
+
+    tree: TreeSpec
+    tensors: tuple[int, ...]
+    others: tuple[Any, ...]
+    sizes: tuple[tuple[tuple[int, ...], torch.dtype], ...]  # of the tensors, on the example
+
+    @classmethod
+    def of(cls, output: Any) -> tuple["Shape", list[Tensor]]:
+        leaves, tree = tree_flatten(output)
+        at = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+        others = tuple(leaf for leaf in leaves if not isinstance(leaf, Tensor))
+        tensors = [leaves[i] for i in at]
+        return cls(tree, at, others, tuple((tuple(t.shape), t.dtype) for t in tensors)), tensors
+
+    def placeholders(self, example_rows: int, rows: int) -> list[Tensor]:
+        """Outputs without data, for a batch of `rows`."""
+
+        def resize(sizes: tuple[int, ...]) -> tuple[int, ...]:
+            return (rows, *sizes[1:]) if sizes and sizes[0] == example_rows else sizes
+
+        return [torch.empty(resize(sizes), dtype=dtype, device="meta") for sizes, dtype in self.sizes]
+
+    def restore(self, tensors: list[Tensor]) -> Any:
+        leaves = list(self.others)
+        for i, tensor in zip(self.tensors, tensors, strict=True):
+            leaves.insert(i, tensor)
+        return tree_unflatten(leaves, self.tree)
+
+
+class _Done(BaseException):
+    """Unwinds forward once the wanted call has run. No Exception, so that a model's own handlers let it pass."""
+
+    def __init__(self, output: Any):
+        super().__init__()
+        self.output = output
+
+
+@dataclass
+class _Run:
+    """One walk through forward. `answer` tells what a block call gets; it may raise _Done."""
+
+    answer: Callable[[Call, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+    counts: dict[str, int] = field(default_factory=dict)
+    phase: str = "glue"
+
+
+class Runtime:
+    """A copy of the model without weights, whose blocks ask the current run what to do."""
+
+    def __init__(self, entry: Entry):
+        self.entry = _copy_without_weights(entry)
+        self.run: _Run | None = None
+        self.blocks = dict(find_blocks(self.entry.model))
+        self.shapes: dict[Call, Shape] = {}
+        self.draws_in_glue = False
+        for name, block in self.blocks.items():
+            block.forward = functools.partial(self._called, name, block.forward)
+
+    def _called(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        run = self.run
+        assert run is not None, "blocks are only called during a walk"
+        call = (name, run.counts.get(name, 0))
+        run.counts[name] = call[1] + 1
+        before, run.phase = run.phase, f"{name}:{call[1]}"
+        try:
+            return run.answer(call, forward, args, kwargs)
+        finally:
+            run.phase = before
+
+    def walk(self, run: _Run, state: Mapping[str, Tensor], inputs: list[Tensor], rng: Rng = draw_as_it_comes) -> Any:
+        """The entry's forward under a run, with parameters and buffers from `state`."""
+        self.run = run
+        keyed: AbstractContextManager[Any] = nullcontext() if rng is draw_as_it_comes else _Keyed(rng, run)
+        try:
+            with keyed:
+                return functional_call(self.entry, {f"model.{name}": t for name, t in state.items()}, tuple(inputs))
+        finally:
+            self.run = None
+
+    def execute(
+        self, step: Step, parameters: list[Tensor], buffers: list[Tensor], inputs: list[Tensor], previous: list[Any], rng: Rng
+    ) -> list[Tensor]:
+        """One node, as [Note: replay] says: the tensors its call returns."""
+        if self.draws_in_glue and rng is draw_as_it_comes:
+            raise CaptureError(
+                "this model draws random numbers between its blocks, which run again for every segment; pass rng=..., so that "
+                "they draw the same each time"
+            )
+        spec = self.entry.spec
+        rows = next(t.shape[0] for leaf, t in zip(spec.leaves, inputs, strict=True) if leaf.batched)
+        known = dict(zip(step.previous, previous, strict=True))
+
+        def answer(call: Call, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if call in known:
+                return self.shapes[call].restore(known[call])
+            if call == step.call:
+                raise _Done(forward(*args, **kwargs))
+            if call not in self.shapes:
+                raise CaptureError(
+                    f"block {call[0]!r} is called here, but was not on the example; capture again with an example that "
+                    "takes this path"
+                )
+            if list(self.shapes).index(call) > list(self.shapes).index(step.call):
+                raise _Done(None)  # forward went past the wanted call: this batch skips it
+            return self.shapes[call].restore(self.shapes[call].placeholders(spec.rows, rows))
+
+        state = dict(zip((*step.parameters, *step.buffers), [*parameters, *buffers], strict=True))
+        run = _Run(answer)
+        try:
+            with _Dataless(run):
+                output = self.walk(run, state, inputs, rng)
+        except _Done as done:
+            output = done.output
+        if output is None and step.call != GLUE:
+            return [inputs[0].new_empty(0) for _ in self.shapes[step.call].tensors]
+        shape, tensors = Shape.of(output)
+        if len(tensors) != len(self.shapes[step.call].tensors):
+            raise CaptureError(f"block {step.call[0]!r} returned {len(tensors)} tensors, but another number on the example")
+        return tensors
+
+
+class _Keyed(TorchDispatchMode):
+    """Calls `rng` before every random operation, with the phase it happens in and its number there."""
+
+    def __init__(self, rng: Rng, run: _Run):
+        super().__init__()
+        self.rng, self.run = rng, run
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            number = self.counts.get(self.run.phase, 0)
+            self.counts[self.run.phase] = number + 1
+            self.rng(f"{self.run.phase}:{number}")
+        return func(*args, **(kwargs or {}))
+
+
+class _Dataless(TorchFunctionMode):
+    """Between blocks, what is computed from a placeholder is a placeholder; reading its data raises."""
+
+    def __init__(self, run: _Run):
+        super().__init__()
+        self.run = run
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _any_dataless(func, args, kwargs):
+            _refuse_dataless(self.run.phase)
+            args, kwargs = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _any_dataless(func: Any, args: Any, kwargs: Any) -> bool:
+    if getattr(func, "__name__", "") in ("__get__", "size", "dim", "stride", "numel"):
+        return False  # asks for no data
+    return any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_flatten((args, kwargs))[0])
+
+
+def _refuse_dataless(phase: str) -> None:
+    """Said aloud, because some kernels take a tensor without data and compute garbage."""
+    if phase != "glue":
+        raise CaptureError(f"block {phase.partition(':')[0]!r} reads a value or parameter that it was not given")
+
+
+class _Watch(TorchFunctionMode):
+    """Notes which parameters and buffers are read between blocks."""
+
+    def __init__(self, names: dict[int, str], run: _Run):
+        super().__init__()
+        self.names, self.run = names, run
+        self.read: dict[str, None] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _any_dataless(func, args, kwargs):
+            raise CaptureError("a parameter is read that belongs to another block")
+        if self.run.phase == "glue":
+            self.read.update(dict.fromkeys(self.names[id(t)] for t in tree_flatten((args, kwargs))[0] if id(t) in self.names))
+        return func(*args, **(kwargs or {}))
+
+
+def _copy_without_weights(entry: Entry) -> Entry:
+    model = entry.model
+    memo: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        image = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        memo[id(tensor)] = nn.Parameter(image, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else image
+    try:
+        copied = copy.deepcopy(model, memo)
+    except Exception as error:
+        raise CaptureError(f"the model cannot be traced, and not be copied to run its blocks either: {error}") from error
+    return Entry(copied, entry.spec, entry.loss[0], entry.mode)
+
+
+def find_blocks(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The modules to cut at: items of the outermost lists and sequences, and whatever stands beside them."""
+    for name, child in model.named_children():
+        path = f"{prefix}{name}"
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) or _holds_list(child):
+            yield from find_blocks(child, f"{path}.")
+        else:
+            yield path, child
+
+
+def _holds_list(module: nn.Module) -> bool:
+    """Whether it holds a list of blocks that hold parameters of their own, several layers deep."""
+    return any(
+        isinstance(inner, (nn.ModuleList, nn.ModuleDict)) and len(inner) > 1 and any(list(item.children()) for item in inner.children())
+        for inner in module.modules()
+    )
+
+
+def opaque_graph(entry: Entry, inputs: list[Tensor], reason: str) -> Graph:
+    """Records the model's block calls on the example and lays them out as nodes."""
+    runtime = Runtime(entry)
+    parameters, buffers = describe_state(entry.model)
+    if not runtime.blocks:
+        raise _cannot(reason, "it has no submodules to cut at")
+    state = _State(entry.model)
+    recorder = _Recorder(runtime, state, parameters, buffers)
+    try:
+        recorder.record(inputs)
+        steps = [recorder.find_step(call, inputs) for call in recorder.calls]
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise _cannot(reason, f"running its blocks one by one failed too: {type(error).__name__}: {error}") from error
+    return recorder.layout(steps, inputs, reason)
+
+
+def attach(graph: Graph, entry: Entry) -> Graph:
+    """Gives an opaque graph, made in another process, the modules it runs."""
+    runtime = Runtime(entry)
+    runtime.shapes, runtime.draws_in_glue = graph.blocks["shapes"], graph.blocks["draws_in_glue"]
+    steps = graph.blocks["steps"]
+    graph.blocks.clear()
+    graph.blocks.update({target: functools.partial(runtime.execute, step) for target, step in steps.items()})
+    return graph
+
+
+def _cannot(reason: str, why: str) -> CaptureError:
+    return CaptureError(
+        f"the model cannot be captured: {reason}; and it cannot be cut at module boundaries, because {why}. Replace the "
+        "branch on data by torch.where or torch.cond, or move it into a submodule of its own"
+    )
+
+
+class _State:
+    """Parameters and buffers by name: as they are, or for a meta model made up, the same every time."""
+
+    def __init__(self, model: nn.Module):
+        self.tensors = dict([*model.named_parameters(), *model.named_buffers()])
+
+    def get(self, names: Iterable[str]) -> dict[str, Tensor]:
+        return {name: self._one(name) for name in names}
+
+    def _one(self, name: str) -> Tensor:
+        tensor = self.tensors[name]
+        if not tensor.is_meta:
+            return tensor if isinstance(tensor, nn.Parameter) else tensor.clone()  # buffers may be advanced: not the caller's
+        made = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        if tensor.dtype.is_floating_point:  # any small values do; not drawn, since draws are counted
+            steps = torch.arange(made.numel(), dtype=torch.float64).mul_(1 + zlib.crc32(name.encode()) % 97)
+            made.copy_(steps.sin_().mul_(0.02).view(tensor.shape))
+        return made.requires_grad_(tensor.requires_grad)
+
+
+def _seed(key: int | str) -> None:
+    """Recording and trials draw by key, so that they can be compared."""
+    torch.default_generator.manual_seed(zlib.crc32(str(key).encode()))
+
+
+class _Recorder:
+    def __init__(self, runtime: Runtime, state: _State, parameters: dict[str, Parameter], buffers: dict[str, Buffer]):
+        self.runtime, self.state = runtime, state
+        self.parameters, self.buffers = parameters, buffers
+        owned = {name for block in runtime.blocks for name in self._owned(block)}
+        self.glue = [n for n in (*parameters, *buffers) if n not in owned]  # read between blocks, as far as known
+        self.calls: dict[Call, list[Tensor]] = {}  # outputs, in order of calling
+        self.given: dict[Call, list[Tensor]] = {}  # tensors among the arguments
+        self.written: dict[Call, set[str]] = {}
+        self.flops: dict[Call, int] = {}
+
+    def _owned(self, block: str) -> list[str]:
+        names = (*self.parameters.values(), *self.buffers.values())
+        return [p.name for p in names if any(name.startswith(f"{block}.") for name in p.names)]
+
+    def record(self, inputs: list[Tensor]) -> None:
+        """Runs the model once on the example. Glue may read a block's parameter (a tied head): then with all of them."""
+        try:
+            self._record(inputs, self.glue)
+        except Exception:
+            self._record(inputs, [*self.parameters, *self.buffers])
+
+    def _record(self, inputs: list[Tensor], names: list[str]) -> None:
+        from torch.utils.flop_counter import FlopCounterMode
+
+        runtime = self.runtime
+        runtime.shapes.clear()
+        self.calls.clear()
+        glue = self.state.get(names)
+        versions = {name: t._version for name, t in glue.items()}
+
+        def answer(call: Call, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            state = self.state.get(self._owned(call[0]))
+            before = {name: t._version for name, t in state.items()}
+            with FlopCounterMode(display=False) as counter, self._swapped(call[0], state):
+                output = forward(*args, **kwargs)
+            self.written[call] = {name for name, t in state.items() if t._version != before[name]}
+            self.flops[call] = counter.get_total_flops()
+            self.given[call] = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+            runtime.shapes[call], tensors = Shape.of(output)
+            self.calls[call] = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
+            return runtime.shapes[call].restore(self.calls[call])
+
+        drawn: list[str] = []
+
+        def rng(key: int | str) -> None:
+            drawn.append(str(key))
+            _seed(key)
+
+        run = _Run(answer)
+        with torch.enable_grad(), _Watch({id(t): name for name, t in glue.items()}, run) as watch:
+            output = runtime.walk(run, glue, inputs, rng)
+        runtime.draws_in_glue = any(key.startswith("glue") for key in drawn)
+        if any(t._version != versions[name] for name, t in glue.items()):
+            raise CaptureError("the model writes into a buffer between its blocks, where it would run once a segment")
+        self.glue = list(dict.fromkeys([*self.glue, *watch.read]))
+        runtime.shapes[GLUE], self.calls[GLUE] = Shape.of(output)
+        self.flops[GLUE], self.given[GLUE], self.written[GLUE] = 0, [], set()
+
+    @contextmanager
+    def _swapped(self, block: str, state: dict[str, Tensor]) -> Iterator[None]:
+        """The block with real parameters and buffers for the time of its call."""
+        module = self.runtime.blocks[block]
+        undo = []
+        for path, inner in module.named_modules(prefix=block):
+            for name in [*inner._parameters, *inner._buffers]:
+                full = self._first_name(f"{path}.{name}")
+                table = inner._parameters if name in inner._parameters else inner._buffers
+                if full in state:
+                    undo.append((table, name, table[name]))
+                    table[name] = state[full]  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            for table, name, tensor in undo:
+                table[name] = tensor
+
+    def _first_name(self, name: str) -> str:
+        return next((p.name for p in (*self.parameters.values(), *self.buffers.values()) if name in p.names), name)
+
+    def find_step(self, call: Call, inputs: list[Tensor]) -> Step:
+        """The least a node needs, tried out: its outputs must be those of the recording."""
+        earlier = list(self.calls)[: list(self.calls).index(call)]
+        own = [*self.glue, *(self._owned(call[0]) if call != GLUE else ())]
+        given = {id(t) for t in self.given[call]}
+        direct = [c for c in earlier if any(id(t) in given for t in self.calls[c])]
+        failure: Exception | None = None
+        last = [c for c in earlier if c in direct or c == earlier[-1]]
+        for previous in (direct, last, earlier):
+            step = Step(
+                call,
+                tuple(n for n in self.parameters if n in own),
+                tuple(n for n in self.buffers if n in own),
+                tuple(previous),
+            )
+            try:
+                if self._reproduces(step, inputs):
+                    return step
+            except Exception as error:
+                failure = error
+        where = f"block {call[0]!r}" if call != GLUE else "what follows the last block"
+        raise CaptureError(
+            f"{where} gives other results when run on its own ({failure or 'its values differ'}): it depends on more than its "
+            "inputs, parameters and buffers"
+        )
+
+    def _reproduces(self, step: Step, inputs: list[Tensor]) -> bool:
+        state = self.state.get((*step.parameters, *step.buffers))
+        outputs = self.runtime.execute(
+            step,
+            [state[n] for n in step.parameters],
+            [state[n] for n in step.buffers],
+            inputs,
+            [self.calls[c] for c in step.previous],
+            _seed,
+        )
+        return all(_same(a, b) for a, b in zip(outputs, self.calls[step.call], strict=True))
+
+    def layout(self, steps: list[Step], inputs: list[Tensor], reason: str) -> Graph:
+        spec = self.runtime.entry.spec
+        outside = [
+            *(Value(p.name, "parameter", _type(p.shape, p.dtype, p.trainable, 0)) for p in self.parameters.values()),
+            *(Value(b.name, "buffer", _type(b.shape, b.dtype, False, 0)) for b in self.buffers.values()),
+            *(
+                Value(input_name(leaf.path), "input", _type(leaf.shape, leaf.dtype, False, spec.rows if leaf.batched else 0))
+                for leaf in spec.leaves
+            ),
+        ]
+        index: dict[Any, int] = {value.name: i for i, value in enumerate(outside)}
+        made: list[Value] = []
+        nodes: list[Node] = []
+        blocks: dict[str, Step] = {}
+        for number, step in enumerate(steps):
+            target = f"opaque.{number}"
+            blocks[target] = step
+            results = []
+            for at, tensor in enumerate(self.calls[step.call]):
+                index[(step.call, at)] = len(outside) + len(made)
+                results.append(index[(step.call, at)])
+                made.append(Value("block", "node", _type(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, spec.rows)))
+            nodes.append(self._node(target, step, results, index))
+        outputs = tuple(Ref(i) for i in nodes[-1].results)
+        written = {name for names in self.written.values() for name in names}
+        shape = self.runtime.shapes[GLUE]
+        entry = self.runtime.entry
+        leaves = list(shape.others)
+        for at, ref in zip(shape.tensors, outputs, strict=True):
+            leaves.insert(at, ref)
+        return Graph(
+            name=type(entry.model).__name__,
+            mode=entry.mode,
+            batch=spec,
+            values=ValueTable(outside, made),
+            nodes=NodeTable(nodes),
+            outputs=tuple(leaves),
+            output_tree=shape.tree if entry.mode == "predict" else None,
+            parameters=self.parameters,
+            buffers={name: replace(b, written=name in written) for name, b in self.buffers.items()},
+            constants={},
+            opaque=reason,
+            blocks={"steps": blocks, "shapes": self.runtime.shapes, "draws_in_glue": self.runtime.draws_in_glue},
+        )
+
+    def _node(self, target: str, step: Step, results: list[int], index: dict[Any, int]) -> Node:
+        operands: list[int] = []
+
+        def ref(key: Any) -> Ref:
+            if index[key] not in operands:
+                operands.append(index[key])
+            return Ref(operands.index(index[key]))
+
+        args = (
+            tuple(ref(name) for name in step.parameters),
+            tuple(ref(name) for name in step.buffers),
+            tuple(ref(input_name(leaf.path)) for leaf in self.runtime.entry.spec.leaves),
+            tuple(tuple(ref((call, at)) for at in range(len(self.calls[call]))) for call in step.previous),
+        )
+        operation = Operation(
+            target,
+            args,
+            picks=tuple(range(len(results))),
+            writes=tuple(int(ref(name)) for name in sorted(self.written[step.call])),
+            flops=self.flops[step.call],
+            nbytes=sum(t.nbytes for t in self.calls[step.call]),
+        )
+        return Node(operation, tuple(operands), tuple(results), step.call[0])
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and not a.is_meta and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _type(shape: tuple[int, ...], dtype: torch.dtype, differentiable: bool, rows: int) -> Type:
+    """`rows` > 0: a dimension 0 of that size is taken for the batch."""
+    free: tuple[int | Size, ...] = (Size("b"), *shape[1:]) if rows and shape and shape[0] == rows else shape
+    return Type(free, dtype, nbytes(shape, dtype), differentiable)

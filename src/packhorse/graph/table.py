@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, overload
 
-from packhorse.graph.graph import Node, Operation, Type, Value
+from packhorse.graph.graph import Node, Operation, Value
 
 T = TypeVar("T", bound=Hashable)
 

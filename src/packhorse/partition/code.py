@@ -17,9 +17,6 @@ import torch
 
 from packhorse.graph import Graph, Node, Ref, Size
 
-# Called before every random operation with its ordinal, so that the caller may set the generator.
-Rng = Callable[[int | str], None]
-
 
 class Code:
     """One compiled function. Twins hold the same object."""

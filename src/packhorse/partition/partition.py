@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_unflatten
 
 from packhorse.errors import PartitionError
 from packhorse.graph import Graph, Ref
-from packhorse.partition.code import Code, Rng
+from packhorse.graph.graph import Rng
+from packhorse.partition.code import Code
 from packhorse.partition.constraints import Place, find_places
 from packhorse.partition.segment import Segment
 

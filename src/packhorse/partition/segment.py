@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from packhorse.graph import Graph
-from packhorse.partition.code import Code, Rng, get_code, write_code
+from packhorse.graph.graph import Rng, draw_as_it_comes
+from packhorse.partition.code import Code, get_code, write_code
 
 
 class Segment:
@@ -98,7 +99,7 @@ class Segment:
         """Runs it. `rng(ordinal)` is called before every random operation; without it they draw as they come."""
         graph, binding = self.graph, self._binding
         base = binding.first_ordinal
-        key = _draw_as_it_comes if rng is None else (lambda o: rng(o if isinstance(o, str) else base + o))
+        key = draw_as_it_comes if rng is None else (lambda o: rng(o if isinstance(o, str) else base + o))
         outputs = self.code.function(
             *(parameters[name] for name in self.parameters),
             *(buffers[name] for name in self.buffers),
@@ -141,7 +142,3 @@ class Segment:
 
     def __repr__(self) -> str:
         return f"Segment({self.index}: {', '.join(self.modules)})"
-
-
-def _draw_as_it_comes(ordinal: int | str) -> None:
-    return None
