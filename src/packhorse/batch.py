@@ -4,13 +4,14 @@ In: an example batch (a tensor, tuple, list, dict or nested mix). Out: a `BatchS
 splits every later batch of the same structure.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from packhorse.errors import BatchError
 
@@ -47,9 +48,9 @@ class BatchSpec:
             raise BatchError(
                 f"the example batch has no tensor: found {type(example).__name__}; pass a tensor, tuple or dict of tensors"
             )
-        rows = next((leaf.shape[0] for _, leaf in tensors if leaf.ndim), None)
+        rows = _find_rows(example)
         if not rows:
-            raise BatchError("the example batch has no rows: its first tensor needs a dimension 0 of at least 1")
+            raise BatchError("the example batch has no rows: its tensors need a dimension 0 of at least 1")
         leaves = tuple(
             Leaf(path, tuple(leaf.shape), leaf.dtype, leaf.ndim > 0 and leaf.shape[0] == rows) for path, leaf in tensors
         )
@@ -112,7 +113,9 @@ class BatchSpec:
     def _check(self, leaf: Leaf, tensor: Any, rows: int) -> None:
         where = f"batch value {leaf.path}" if leaf.path else "the batch"
         if not isinstance(tensor, Tensor):
-            raise BatchError(f"{where} is a {type(tensor).__name__}, expected a tensor {leaf.describe()} as in the example")
+            raise BatchError(
+                f"{where} is a {type(tensor).__name__}, expected a tensor {leaf.describe()} as in the example"
+            )
         same_sizes = tensor.shape[1:] == leaf.shape[1:] if leaf.batched else tensor.shape == leaf.shape
         if tensor.ndim != len(leaf.shape) or not same_sizes or tensor.dtype != leaf.dtype:
             found = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
@@ -121,7 +124,16 @@ class BatchSpec:
                 "capture again for other sizes"
             )
         if leaf.batched and (tensor.shape[0] != rows or rows == 0):
-            raise BatchError(f"{where} has {tensor.shape[0]} rows, expected {rows or 'at least 1'} as in the batch's first tensor")
+            raise BatchError(
+                f"{where} has {tensor.shape[0]} rows, expected {rows or 'at least 1'} as in the batch's first tensor"
+            )
+
+
+def _find_rows(example: Any) -> int:
+    """The size of dimension 0 that most tensors share; where several are as common, the first that is not 1."""
+    leaves = tree_leaves(dict(example) if isinstance(example, Mapping) else example)
+    sizes = Counter(leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim)
+    return max(sizes, key=lambda size: (sizes[size], size != 1), default=0)
 
 
 def _flatten(batch: Any) -> tuple[list[tuple[str, Any]], TreeSpec]:

@@ -27,7 +27,12 @@ from packhorse.graph.opaque import attach, opaque_graph
 
 
 def capture(
-    model: nn.Module, example: Any, loss: Loss | None = None, *, mode: Mode = "train", device: str | torch.device = "cpu"
+    model: nn.Module,
+    example: Any,
+    loss: Loss | None = None,
+    *,
+    mode: Mode = "train",
+    device: str | torch.device = "cpu",
 ) -> Graph:
     """The graph of `model` on batches like `example`.
 
@@ -64,10 +69,12 @@ class _Untraced(Exception):
 
 
 def _check_model(model: nn.Module, mode: Mode) -> None:
-    _refuse_hooks(model)
     for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
         if nn.parameter.is_lazy(parameter):
-            raise CaptureError(f"{name!r} is not initialised yet (a lazy module): run the model once on a batch before capture")
+            raise CaptureError(
+                f"{name!r} is not initialised yet (a lazy module): run the model once on a batch before capture"
+            )
+    _refuse_hooks(model)
     if mode == "train" and not any(p.requires_grad for p in model.parameters()):
         found = "only frozen parameters" if any(True for _ in model.parameters()) else "no parameters"
         raise CaptureError(
@@ -89,7 +96,9 @@ def _refuse_hooks(model: nn.Module) -> None:
                 if getattr(type(hook), "__module__", "").startswith("torch.nn.utils."):
                     continue  # weight_norm and spectral_norm compute in their hooks, which is traced like forward
                 where = f"module {name!r}" if name else "the model"
-                raise CaptureError(f"{where} has a {kind} ({_hook_name(hook)}), which a graph cannot hold; remove it first")
+                raise CaptureError(
+                    f"{where} has a {kind} ({_hook_name(hook)}), which a graph cannot hold; remove it first"
+                )
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise CaptureError(f"parameter {name!r} has a gradient hook, which a graph cannot hold; remove it first")
@@ -138,7 +147,7 @@ def _in_child(make: Callable[[], Graph]) -> Graph:
     except EOFError:
         child.join()
         raise CaptureError(
-            f"capture ended without a result (exit code {child.exitcode}); if it was killed, the machine may lack memory to trace"
+            f"capture ended without a result (exit code {child.exitcode}); if it was killed, memory may be short"
         ) from None
     finally:
         receiver.close()
@@ -164,7 +173,9 @@ def _child(make: Callable[[], Graph], sender: Connection) -> None:
     try:
         message = pickle.dumps(outcome, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:
-        message = pickle.dumps(CaptureError(f"the model's output cannot leave the capturing process: {_first_line(error)}"))
+        message = pickle.dumps(
+            CaptureError(f"the model's output cannot leave the capturing process: {_first_line(error)}")
+        )
     sender.send_bytes(message)
 
 

@@ -72,7 +72,7 @@ def bind(model: nn.Module, batch: Any, partial: bool) -> tuple[tuple[Any, ...], 
 def find_loss(output: Any, batch: Any, loss: Loss | None) -> Tensor:
     """The scalar to differentiate: loss(output, batch), or the output itself, or its `.loss`."""
     if loss is not None:
-        found = loss(output, batch)
+        found: Any = loss(output, batch)
         origin = f"loss {getattr(loss, '__name__', type(loss).__name__)!r} returned"
     else:
         found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
@@ -99,5 +99,6 @@ def _describe(found: Any) -> str:
 def _without_cache(output: Any) -> Any:
     """Predictions carry no generation cache: it is no tensor tree, and streaming a batch is not generation."""
     if isinstance(output, Mapping) and output.get("past_key_values") is not None:
-        return type(output)({key: value for key, value in output.items() if key != "past_key_values"})
+        kind: Any = type(output)
+        return kind({key: value for key, value in output.items() if key != "past_key_values"})
     return output

@@ -33,6 +33,7 @@ from packhorse.graph.graph import (
     Parameter,
     Ref,
     Size,
+    Stored,
     Type,
     Value,
     describe_state,
@@ -44,7 +45,11 @@ from packhorse.graph.graph import (
 )
 from packhorse.graph.table import NodeTable, ValueTable
 
-_CHECKS = ("_assert", "sym_constrain", "_functional_assert")  # runtime checks that export adds; ours come before the run
+_CHECKS = (
+    "_assert",
+    "sym_constrain",
+    "_functional_assert",
+)  # runtime checks that export adds; ours come before the run
 
 
 def export_graph(entry: Entry, guards: tuple[Guard, ...], packed: bool, device: torch.device) -> Graph:
@@ -99,7 +104,8 @@ class _Converter:
     ):
         self.program = program
         self.spec = spec
-        self.first_names = {name: entry.name for entry in (*parameters.values(), *buffers.values()) for name in entry.names}
+        stored: list[Stored] = [*parameters.values(), *buffers.values()]
+        self.first_names = {name: entry.name for entry in stored for name in entry.names}
         self.trainable = {name for name, parameter in parameters.items() if parameter.trainable}
         self.values: list[Value] = []
         self.nodes: list[Node] = []
@@ -197,7 +203,9 @@ class _Converter:
         return self._intern(Size(self._print(expression)))
 
     def _print(self, expression: sympy.Expr) -> str:
-        return self.printer.doprint(expression.xreplace(dict.fromkeys(self.batch_symbols, sympy.Symbol("b", integer=True))))
+        return self.printer.doprint(
+            expression.xreplace(dict.fromkeys(self.batch_symbols, sympy.Symbol("b", integer=True)))
+        )
 
     def _at_example(self, size: Any) -> int:
         if not isinstance(size, torch.SymInt):
@@ -212,7 +220,9 @@ class _Converter:
 
     # -- nodes
 
-    def _walk(self, module: torch.fx.GraphModule, environment: dict[torch.fx.Node, Any], context: tuple[Any, ...]) -> Any:
+    def _walk(
+        self, module: torch.fx.GraphModule, environment: dict[torch.fx.Node, Any], context: tuple[Any, ...]
+    ) -> Any:
         for node in module.graph.nodes:
             if node.op == "get_attr":
                 environment[node] = getattr(module, node.target)
@@ -264,14 +274,19 @@ class _Converter:
         self.nodes.append(Node(operation, operands, (ref,), self._module(node)))
         return ref
 
-    def _abstract(self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any], **facts: Any) -> tuple[Operation, tuple[int, ...]]:
+    def _abstract(
+        self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any], **facts: Any
+    ) -> tuple[Operation, tuple[int, ...]]:
         """Separates what is done from what it is done to; equal operations become one object."""
         operands = tuple(dict.fromkeys(refs((args, tuple(kwargs.values())))))
         position = {operand: Ref(i) for i, operand in enumerate(operands)}
         for name in ("writes", "aliases"):
             facts[name] = tuple(sorted(move_refs(facts.get(name, ()), position.__getitem__)))
         operation = Operation(
-            target, move_refs(args, position.__getitem__), move_refs(tuple(kwargs.items()), position.__getitem__), **facts
+            target,
+            move_refs(args, position.__getitem__),
+            move_refs(tuple(kwargs.items()), position.__getitem__),
+            **facts,
         )
         return self.interned.setdefault((repr(operation),), operation), operands
 
@@ -283,12 +298,13 @@ class _Converter:
         kwargs: dict[str, Any],
         context: tuple[Any, ...],
     ) -> Any:
-        val = node.meta.get("val")
+        val: Any = node.meta.get("val")
         grad = not any(region[0] == "no_grad" for region in context)
         facts = self.probe.ask(target, self._to_specs(args), self._to_specs(kwargs), grad)
         operands = [*refs(args), *refs(tuple(kwargs.values()))]
         single = not isinstance(val, (tuple, list))
-        picks = () if single else tuple(sorted({u.args[1] for u in node.users if u.target is operator.getitem}))
+        getitems: Any = (user.args[1] for user in node.users if user.target is operator.getitem)
+        picks = () if single else tuple(sorted(set(getitems)))
         items = [val] if single else [val[i] for i in picks]
         names = [node.name] if single else [f"{node.name}.{i}" for i in picks]
         differentiable = self._differentiable(facts, operands, items, picks, grad)
@@ -379,9 +395,9 @@ def _writes(target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
     written = [ref for declared, a in bound if declared.alias_info and declared.alias_info.is_write for ref in refs(a)]
     given = {declared.name: a for declared, a in bound}
     # Running statistics are written without a mark in the schema.
-    if target.overloadpacket in (torch.ops.aten.batch_norm, torch.ops.aten.instance_norm):
-        if given.get("training", given.get("use_input_stats")):
-            written += [*refs(given["running_mean"]), *refs(given["running_var"])]
+    keeps_statistics = target.overloadpacket in (torch.ops.aten.batch_norm, torch.ops.aten.instance_norm)
+    if keeps_statistics and given.get("training", given.get("use_input_stats")):
+        written += [*refs(given["running_mean"]), *refs(given["running_var"])]
     return tuple(written)
 
 
@@ -420,7 +436,7 @@ def compact(
     values: list[Value], nodes: list[Node], outputs: tuple[Any, ...]
 ) -> tuple[ValueTable, NodeTable, tuple[Any, ...]]:
     """Leaves out what reaches no output and has no effect (writes and random draws stay), and packs the rest."""
-    needed = set(refs(outputs))
+    needed: set[int] = set(refs(outputs))
     kept: list[Node] = []
     for node in reversed(nodes):
         if node.operation.writes or node.ordinal is not None or needed.intersection(node.results):

@@ -80,7 +80,11 @@ def _keep_masks(patch: Callable[[Any, str, Any], None], guards: tuple[Guard, ...
     if any(guard.input == "attention_mask" for guard in guards):
         for name in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"):
             original = getattr(masking, name)
-            patch(masking, name, lambda padding_mask, *args, _original=original, **kwargs: _original(None, *args, **kwargs))
+            patch(
+                masking,
+                name,
+                lambda padding_mask, *args, _original=original, **kwargs: _original(None, *args, **kwargs),
+            )
 
 
 def find_guards(model: nn.Module, spec: BatchSpec, tensors: list[Tensor]) -> tuple[tuple[Guard, ...], bool]:

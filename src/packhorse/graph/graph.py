@@ -44,7 +44,9 @@ class Size:
     expression: str
 
     def at(self, rows: int) -> Any:
-        return eval(self.expression, {"__builtins__": {}, "math": math, "max": max, "min": min}, {"b": rows})  # printed by sympy
+        return eval(
+            self.expression, {"__builtins__": {}, "math": math, "max": max, "min": min}, {"b": rows}
+        )  # printed by sympy
 
     def __repr__(self) -> str:
         return self.expression
@@ -125,14 +127,13 @@ class Node(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
-    """A parameter by its first name; `names` are all its names (more than one: tied)."""
+class Stored:
+    """A tensor of the model by its first name; `names` are all its names (more than one: tied)."""
 
     name: str
     names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
-    trainable: bool
 
     @property
     def nbytes(self) -> int:
@@ -140,19 +141,16 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
-class Buffer:
-    """A buffer by its first name; `written` ones change while the model runs (batch norm)."""
+class Parameter(Stored):
+    trainable: bool
 
-    name: str
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+
+@dataclass(frozen=True, slots=True)
+class Buffer(Stored):
+    """`written` ones change while the model runs (batch norm)."""
+
     persistent: bool
     written: bool
-
-    @property
-    def nbytes(self) -> int:
-        return nbytes(self.shape, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +239,9 @@ def describe_state(model: nn.Module) -> tuple[dict[str, Parameter], dict[str, Bu
     names: dict[int, list[str]] = {}
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
         names.setdefault(id(tensor), []).append(name)
-    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # one object a shape: there are few, and thousands of parameters
+    shapes: dict[
+        tuple[int, ...], tuple[int, ...]
+    ] = {}  # one object a shape: there are few, and thousands of parameters
 
     def describe(tensor: Tensor) -> tuple[str, tuple[str, ...], tuple[int, ...], torch.dtype]:
         shape = tuple(tensor.shape)

@@ -36,6 +36,7 @@ from packhorse.graph.graph import (
     Ref,
     Rng,
     Size,
+    Stored,
     Type,
     Value,
     describe_state,
@@ -143,7 +144,13 @@ class Runtime:
             self.run = None
 
     def execute(
-        self, step: Step, parameters: list[Tensor], buffers: list[Tensor], inputs: list[Tensor], previous: list[Any], rng: Rng
+        self,
+        step: Step,
+        parameters: list[Tensor],
+        buffers: list[Tensor],
+        inputs: list[Tensor],
+        previous: list[Any],
+        rng: Rng,
     ) -> list[Tensor]:
         """One node, as [Note: replay] says: the tensors its call returns."""
         if self.draws_in_glue and rng is draw_as_it_comes:
@@ -178,9 +185,11 @@ class Runtime:
             output = done.output
         if output is None and step.call != GLUE:
             return [inputs[0].new_empty(0) for _ in self.shapes[step.call].tensors]
-        shape, tensors = Shape.of(output)
+        _shape, tensors = Shape.of(output)
         if len(tensors) != len(self.shapes[step.call].tensors):
-            raise CaptureError(f"block {step.call[0]!r} returned {len(tensors)} tensors, but another number on the example")
+            raise CaptureError(
+                f"block {step.call[0]!r} returned {len(tensors)} tensors, but another number on the example"
+            )
         return tensors
 
 
@@ -239,7 +248,9 @@ class _Watch(TorchFunctionMode):
         if _any_dataless(func, args, kwargs):
             raise CaptureError("a parameter is read that belongs to another block")
         if self.run.phase == "glue":
-            self.read.update(dict.fromkeys(self.names[id(t)] for t in tree_flatten((args, kwargs))[0] if id(t) in self.names))
+            self.read.update(
+                dict.fromkeys(self.names[id(t)] for t in tree_flatten((args, kwargs))[0] if id(t) in self.names)
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -252,7 +263,9 @@ def _copy_without_weights(entry: Entry) -> Entry:
     try:
         copied = copy.deepcopy(model, memo)
     except Exception as error:
-        raise CaptureError(f"the model cannot be traced, and not be copied to run its blocks either: {error}") from error
+        raise CaptureError(
+            f"the model cannot be traced, and not be copied to run its blocks either: {error}"
+        ) from error
     return Entry(copied, entry.spec, entry.loss[0], entry.mode)
 
 
@@ -269,7 +282,9 @@ def find_blocks(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mo
 def _holds_list(module: nn.Module) -> bool:
     """Whether it holds a list of blocks that hold parameters of their own, several layers deep."""
     return any(
-        isinstance(inner, (nn.ModuleList, nn.ModuleDict)) and len(inner) > 1 and any(list(item.children()) for item in inner.children())
+        isinstance(inner, (nn.ModuleList, nn.ModuleDict))
+        and len(inner) > 1
+        and any(list(item.children()) for item in inner.children())
         for inner in module.modules()
     )
 
@@ -321,7 +336,9 @@ class _State:
     def _one(self, name: str) -> Tensor:
         tensor = self.tensors[name]
         if not tensor.is_meta:
-            return tensor if isinstance(tensor, nn.Parameter) else tensor.clone()  # buffers may be advanced: not the caller's
+            return (
+                tensor if isinstance(tensor, nn.Parameter) else tensor.clone()
+            )  # buffers may be advanced: not the caller's
         made = torch.zeros(tensor.shape, dtype=tensor.dtype)
         if tensor.dtype.is_floating_point:  # any small values do; not drawn, since draws are counted
             steps = torch.arange(made.numel(), dtype=torch.float64).mul_(1 + zlib.crc32(name.encode()) % 97)
@@ -346,8 +363,8 @@ class _Recorder:
         self.flops: dict[Call, int] = {}
 
     def _owned(self, block: str) -> list[str]:
-        names = (*self.parameters.values(), *self.buffers.values())
-        return [p.name for p in names if any(name.startswith(f"{block}.") for name in p.names)]
+        stored: list[Stored] = [*self.parameters.values(), *self.buffers.values()]
+        return [p.name for p in stored if any(name.startswith(f"{block}.") for name in p.names)]
 
     def record(self, inputs: list[Tensor]) -> None:
         """Runs the model once on the example. Glue may read a block's parameter (a tied head): then with all of them."""
@@ -412,7 +429,8 @@ class _Recorder:
                 table[name] = tensor
 
     def _first_name(self, name: str) -> str:
-        return next((p.name for p in (*self.parameters.values(), *self.buffers.values()) if name in p.names), name)
+        stored: list[Stored] = [*self.parameters.values(), *self.buffers.values()]
+        return next((p.name for p in stored if name in p.names), name)
 
     def find_step(self, call: Call, inputs: list[Tensor]) -> Step:
         """The least a node needs, tried out: its outputs must be those of the recording."""
@@ -458,7 +476,11 @@ class _Recorder:
             *(Value(p.name, "parameter", _type(p.shape, p.dtype, p.trainable, 0)) for p in self.parameters.values()),
             *(Value(b.name, "buffer", _type(b.shape, b.dtype, False, 0)) for b in self.buffers.values()),
             *(
-                Value(input_name(leaf.path), "input", _type(leaf.shape, leaf.dtype, False, spec.rows if leaf.batched else 0))
+                Value(
+                    input_name(leaf.path),
+                    "input",
+                    _type(leaf.shape, leaf.dtype, False, spec.rows if leaf.batched else 0),
+                )
                 for leaf in spec.leaves
             ),
         ]
@@ -473,7 +495,9 @@ class _Recorder:
             for at, tensor in enumerate(self.calls[step.call]):
                 index[(step.call, at)] = len(outside) + len(made)
                 results.append(index[(step.call, at)])
-                made.append(Value("block", "node", _type(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, spec.rows)))
+                made.append(
+                    Value("block", "node", _type(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, spec.rows))
+                )
             nodes.append(self._node(target, step, results, index))
         outputs = tuple(Ref(i) for i in nodes[-1].results)
         written = {name for names in self.written.values() for name in names}

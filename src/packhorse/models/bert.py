@@ -73,7 +73,7 @@ class Bert(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.transform = nn.Linear(config.width, config.width)
         self.norm = nn.LayerNorm(config.width)
-        self.head = Head(self.embeddings.words.weight)
+        self.head = Head(self.embeddings.words)
 
     def forward(self, tokens: Tensor, types: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         attended = None if mask is None else mask[:, None, None, :].bool()

@@ -27,9 +27,9 @@ class Embedding(nn.Embedding):
 class Head(nn.Module):
     """Logits from a weight it shares with the embedding."""
 
-    def __init__(self, weight: nn.Parameter):
+    def __init__(self, embedding: nn.Embedding):
         super().__init__()
-        self.weight = weight
+        self.weight = embedding.weight
 
     def forward(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.weight)
@@ -78,7 +78,7 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
-        self.head = Head(self.tokens.weight)
+        self.head = Head(self.tokens)
 
     def forward(self, tokens: Tensor) -> Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)

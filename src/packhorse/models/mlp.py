@@ -1,5 +1,6 @@
 """A fully connected net; by default the six layers that the partitioned-training papers use on 28 x 28 letters."""
 
+import itertools
 from collections.abc import Sequence
 
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ class MLP(nn.Module):
 
     def __init__(self, widths: Sequence[int] = (784, 512, 512, 256, 256, 128, 26)):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(widths))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.flatten(1)

@@ -164,7 +164,9 @@ def _from_config(directory: Path, rows: int, device: str) -> Task:
         raise ModelError(f"{file} is no config that transformers reads: {str(error).splitlines()[0]}") from None
     architecture = getattr(transformers, architectures[0], None) if architectures else None
     if architecture is None:
-        raise ModelError(f"{file} names no architecture that transformers {transformers.__version__} has; add \"architectures\"")
+        raise ModelError(
+            f'{file} names no architecture that transformers {transformers.__version__} has; add "architectures"'
+        )
     with torch.device(device):
         model = architecture(config)
     return Task(directory.name, model, _config_example(config, architectures[0], rows), None)

@@ -1,12 +1,7 @@
 """Where a graph may be cut, and where to cut it."""
 
 from packhorse.partition.code import Code
-from packhorse.partition.constraints import (
-    Constraint,
-    Place,
-    find_constraints,
-    find_places,
-)
+from packhorse.partition.constraints import Constraint, Place, find_constraints, find_live, find_places
 from packhorse.partition.partition import Partition, partition, partition_like
 from packhorse.partition.segment import Segment
 
@@ -17,6 +12,7 @@ __all__ = [
     "Place",
     "Segment",
     "find_constraints",
+    "find_live",
     "find_places",
     "partition",
     "partition_like",

@@ -54,8 +54,7 @@ def _writes(graph: Graph) -> Iterator[Constraint]:
     written = {roots[w] for node in graph.nodes for w in node.writes}
     for i, node in enumerate(graph.nodes):
         for w in node.writes:
-            root = graph.values[roots[w]]
-            if root.kind == "node":
+            if graph.values[roots[w]].kind == "node":
                 start = first[roots[w]]
                 reason = f"{node} writes in place into what {graph.nodes[start]} made"
                 yield Constraint("write", start, i, reason)
@@ -73,7 +72,9 @@ def _data_dependent_sizes(graph: Graph) -> Iterator[Constraint]:
         made, last = graph.producers[i], min(graph.last_uses[i], len(graph.nodes) - 1)
         unknown = value.type.dtype is None or None in value.type.shape
         if unknown and made >= 0 and last > made:
-            yield Constraint("data-dependent size", made, last, f"the size of {value.name} ({graph.nodes[made]}) depends on the data")
+            yield Constraint(
+                "data-dependent size", made, last, f"the size of {value.name} ({graph.nodes[made]}) depends on the data"
+            )
 
 
 def find_places(graph: Graph) -> list[Place]:

@@ -6,6 +6,7 @@ dynamic programming over the legal cuts; among partitions as fast as the best, t
 """
 
 import bisect
+import itertools
 import re
 from array import array
 from collections import Counter, deque
@@ -42,7 +43,7 @@ class Partition:
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
         bounds = [0, *(place.index for place in self.cuts), len(self.graph.nodes)]
-        return tuple(Segment(self.graph, i, start, stop) for i, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)))
+        return tuple(Segment(self.graph, i, start, stop) for i, (start, stop) in enumerate(itertools.pairwise(bounds)))
 
     @property
     def codes(self) -> tuple[Code, ...]:
@@ -99,9 +100,13 @@ def _find_pinned(graph: Graph, places: list[Place], name: str) -> Place:
     inside = [i for i, n in enumerate(graph.nodes) if n.module == name or n.module.startswith(f"{name}.")]
     if not inside:
         known = dict.fromkeys(".".join(n.module.split(".")[:2]) for n in graph.nodes if n.module)
-        raise PartitionError(f"no module named {name!r} runs in {graph.name}; modules that do: {', '.join(list(known)[:12])}")
+        raise PartitionError(
+            f"no module named {name!r} runs in {graph.name}; modules that do: {', '.join(list(known)[:12])}"
+        )
     if inside[-1] + 1 >= len(graph.nodes):
-        raise PartitionError(f"module {name!r} ends the graph, so there is nothing after it to cut off; pin an earlier one")
+        raise PartitionError(
+            f"module {name!r} ends the graph, so there is nothing after it to cut off; pin an earlier one"
+        )
     place = places[inside[-1]]  # places[i] is the position before node i + 1
     if place.forbidden:
         legal = [p for p in places if p.legal]
@@ -112,13 +117,21 @@ def _find_pinned(graph: Graph, places: list[Place], name: str) -> Place:
 
 
 def _block_cuts(graph: Graph, places: list[Place]) -> list[Place]:
-    """Cuts around the repeated blocks: modules numbered in a container (`h.0`, `layer1.2`), outermost first."""
+    """Cuts around the repeated blocks: modules numbered in a container (`h.0`, `layer1.2`), outermost first.
+
+    What runs between two blocks of one container stays with the first of them.
+    """
     blocks = [_block_of(node.module) for node in graph.nodes]
+    inside = [i for i, block in enumerate(blocks) if block]
+    for i, j in itertools.pairwise(inside):
+        if blocks[i].rpartition(".")[0] == blocks[j].rpartition(".")[0]:
+            blocks[i + 1 : j] = [blocks[i]] * (j - i - 1)
     return [place for place in places if place.legal and blocks[place.index - 1] != blocks[place.index]]
 
 
 def _block_of(module: str) -> str:
-    match = re.match(r"(?:[^.]*\D[^.]*\.)*\d+(?=\.|$)", module)
+    """The module's path up to its first numbers: `h.3.mlp.0` belongs to `h.3`, `stages.0.2.conv1` to `stages.0.2`."""
+    match = re.match(r"(?:[^.]*\D[^.]*\.)*\d+(?:\.\d+)*(?=\.|$)", module)
     return match[0] if match else ""
 
 
@@ -132,7 +145,9 @@ class _Search:
     window that only moves forward, so a queue of candidates makes each step constant.
     """
 
-    def __init__(self, graph: Graph, places: list[Place], pinned: set[int], max_bytes: int | None, flops_per_byte: float):
+    def __init__(
+        self, graph: Graph, places: list[Place], pinned: set[int], max_bytes: int | None, flops_per_byte: float
+    ):
         self.graph = graph
         self.places = [p for p in places if p.legal]
         self.bounds = [0, *(p.index for p in self.places), len(graph.nodes)]
@@ -150,7 +165,7 @@ class _Search:
         most = len(self.places) + 1
         if segments is not None and segments > most:
             raise PartitionError(
-                f"{segments} segments asked, but {self.graph.name} has {len(self.places)} legal cuts, so at most {most} segments; "
+                f"{segments} segments asked, but {self.graph.name} has {len(self.places)} legal cuts: at most {most} segments; "
                 "ask for fewer, or see `packhorse inspect --cuts` for what forbids the other places"
             )
         if segments is not None and segments <= len(self.pinned):
@@ -321,7 +336,7 @@ def partition_like(graph: Graph, other: Partition) -> Partition:
         window = [p for p in places[left:] if p.index <= high] or places[left : left + 1]
         if not window:
             raise PartitionError(
-                f"{graph.name} in mode {graph.mode!r} has no legal cut that matches cut {cut.index} of its {other.graph.mode} graph"
+                f"{graph.name} in mode {graph.mode!r} has no legal cut like cut {cut.index} of its {other.graph.mode} graph"
             )
         chosen.append(min(window, key=lambda p: (p.nbytes, p.index)))
     return Partition(graph, tuple(chosen))

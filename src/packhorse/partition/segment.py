@@ -4,14 +4,14 @@ In: a graph and a range of its nodes. Out: `Segment`. Composed in order, the seg
 one by one, with one `differentiate` each from last to first, they give the model's gradients bit for bit.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from packhorse.graph import Graph
+from packhorse.graph import Graph, Node
 from packhorse.graph.graph import Rng, draw_as_it_comes
 from packhorse.partition.code import Code, get_code, write_code
 
@@ -64,7 +64,7 @@ class Segment:
         return tuple(m for m in seen if not any(other.startswith(f"{m}.") for other in seen))
 
     @property
-    def nodes(self) -> tuple[Any, ...]:
+    def nodes(self) -> Sequence[Node]:
         return self.graph.nodes[self.start : self.stop]
 
     @cached_property

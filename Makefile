@@ -1,0 +1,28 @@
+# Two commands: `make demo` shows packhorse at work, `make test` checks everything. Both make .venv first.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/installed
+
+.PHONY: demo test lint types clean
+
+demo: $(STAMP)
+	$(BIN)/packhorse inspect gpt2 --segments 4
+
+test: lint types
+	$(BIN)/python -m pytest -n 2
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[transformers,dev]'
+	touch $(STAMP)
+
+clean:
+	rm -rf .venv

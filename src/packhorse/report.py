@@ -1,0 +1,124 @@
+"""What people read: tables of segments and cuts, in the terminal and as JSON."""
+
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from packhorse.graph import Graph
+from packhorse.partition import Partition, Segment, find_live, find_places
+
+
+def format_bytes(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+def format_count(count: float) -> str:
+    for unit in ("", "k", "M", "G", "T"):
+        if abs(count) < 1000:
+            return f"{count:.0f}{unit}" if unit == "" else f"{count:.1f}{unit}"
+        count /= 1000
+    return f"{count:.1f}P"
+
+
+def describe_modules(names: tuple[str, ...]) -> str:
+    """A short range for many names: what they share is written once."""
+    if len(names) <= 2:
+        return ", ".join(names) or "(outside modules)"
+    return f"{names[0]} … {names[-1]}"
+
+
+def describe_partition(partition: Partition) -> dict[str, Any]:
+    """The partition as plain data, for --json."""
+    graph = partition.graph
+    return {
+        "model": graph.name,
+        "mode": graph.mode,
+        "rows": graph.batch.rows,
+        "nodes": len(graph.nodes),
+        "parameters": graph.num_parameters,
+        "parameter_nbytes": sum(p.nbytes for p in graph.parameters.values()),
+        "flops": graph.flops,
+        "ties": {name: list(names) for name, names in graph.ties.items()},
+        "opaque": graph.opaque,
+        "codes": len(partition.codes),
+        "segments": [_describe_segment(partition, segment) for segment in partition.segments],
+    }
+
+
+def _describe_segment(partition: Partition, segment: Segment) -> dict[str, Any]:
+    return {
+        "index": segment.index,
+        "modules": list(segment.modules),
+        "parameters": list(segment.parameters),
+        "buffers": list(segment.buffers),
+        "parameter_nbytes": segment.parameter_nbytes,
+        "nbytes": segment.nbytes,
+        "flops": segment.flops,
+        "inputs": list(segment.inputs),
+        "outputs": list(segment.outputs),
+        "cut_nbytes": partition.cuts[segment.index].nbytes if segment.index < len(partition.cuts) else 0,
+        "code": partition.codes.index(segment.code),
+    }
+
+
+def describe_cuts(graph: Graph) -> list[dict[str, Any]]:
+    """Every place between two nodes, and why a cut is forbidden where it is."""
+    return [
+        {
+            "index": place.index,
+            "after": str(graph.nodes[place.index - 1]),
+            "live": len(find_live(graph, place.index)),
+            "nbytes": place.nbytes,
+            "forbidden": place.forbidden.reason if place.forbidden else None,
+        }
+        for place in find_places(graph)
+    ]
+
+
+def partition_table(partition: Partition) -> Table:
+    graph = partition.graph
+    title = (
+        f"{graph.name}: {format_count(graph.num_parameters)} parameters, {len(graph.nodes)} nodes, "
+        f"{format_count(graph.flops)} flops forward at {graph.batch.rows} row{'s' * (graph.batch.rows > 1)}"
+    )
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left", title_style="bold")
+    table.add_column("#", justify="right")
+    table.add_column("modules", overflow="fold", min_width=20, max_width=48)
+    for column in ("weights", "touched", "flops", "cut", "code"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for segment in partition.segments:
+        cut = partition.cuts[segment.index] if segment.index < len(partition.cuts) else None
+        table.add_row(
+            str(segment.index),
+            describe_modules(segment.modules),
+            format_bytes(segment.parameter_nbytes),
+            format_bytes(segment.nbytes),
+            f"{format_count(segment.flops)} {segment.flops / max(graph.flops, 1):4.0%}",
+            f"{format_bytes(cut.nbytes)} in {len(find_live(graph, cut.index))}" if cut else "",
+            str(partition.codes.index(segment.code)),
+        )
+    shared = [f"{names[0]} = {', '.join(names[1:])}" for names in graph.ties.values()]
+    notes = [f"{len(partition.codes)} distinct codes"] + ([f"tied: {'; '.join(shared)}"] if shared else [])
+    if graph.opaque:
+        notes.append(f"blocks run as they are: {graph.opaque}")
+    table.caption = Text(". ".join(notes))
+    table.caption_justify = "left"
+    return table
+
+
+def cuts_table(graph: Graph) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("place", justify="right")
+    table.add_column("after", overflow="fold")
+    table.add_column("carries", justify="right", no_wrap=True)
+    table.add_column("legal")
+    for cut in describe_cuts(graph):
+        verdict = Text("yes", "green") if cut["forbidden"] is None else Text(f"no: {cut['forbidden']}", "red")
+        table.add_row(str(cut["index"]), cut["after"], f"{format_bytes(cut['nbytes'])} in {cut['live']}", verdict)
+    return table

@@ -1,0 +1,28 @@
+"""Quantities as people write them: `2GiB`, `500MB`."""
+
+import re
+
+from packhorse.errors import PackhorseError
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes from a number with a unit; a plain number is bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
+    if not match or match[2].upper() not in _UNITS:
+        raise PackhorseError(
+            f"{text!r} is no amount of memory; write a number with a unit, such as 2GiB, 500MB or 4096"
+        )
+    return int(float(match[1]) * _UNITS[match[2].upper()])

@@ -1,0 +1,91 @@
+"""The command line, as a person uses it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from packhorse.cli import app
+
+USER_MODEL = """
+import torch
+from torch import nn
+
+def build():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Linear(8, 2))
+    return model, (torch.zeros(4, 8), torch.zeros(4, dtype=torch.long)), lambda o, b: nn.functional.cross_entropy(o, b[1])
+
+def nothing():
+    return 3
+"""
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["inspect", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_a_built_in_model_as_a_table() -> None:
+    text = run("gpt-tiny", "--segments", "3")
+    assert "GPT" in text and "modules" in text and "tied: tokens.weight = head.weight" in text
+
+
+def test_json_has_what_the_table_has() -> None:
+    described = json.loads(run("gpt-tiny", "--segments", "3", "--json", "--cuts"))
+    assert len(described["segments"]) == 3
+    assert sum(s["flops"] for s in described["segments"]) == described["flops"]
+    assert {"modules", "parameters", "nbytes", "flops", "inputs", "outputs", "cut_nbytes"} <= described["segments"][
+        0
+    ].keys()
+    assert len(described["cuts"]) == described["nodes"] - 1
+
+
+def test_a_function_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(USER_MODEL)
+    text = run(f"{file}:build", "--cuts", "--segments", "2")
+    assert "no: relu_ in 1 writes in place into what linear in 0 made" in " ".join(text.split())
+    pinned = json.loads(run(f"{file}:build", "--cut", "1", "--json"))
+    assert [s["modules"][-1] for s in pinned["segments"]] == ["1", "3"]
+    limited = json.loads(run(f"{file}:build", "--max-bytes", "1KiB", "--json"))
+    assert all(s["nbytes"] <= 1024 for s in limited["segments"])
+
+
+def test_a_hugging_face_config(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is an extra and not installed")
+    config = transformers.BertConfig(
+        num_hidden_layers=2, hidden_size=32, num_attention_heads=2, intermediate_size=64, vocab_size=64
+    )
+    config.architectures = ["BertForMaskedLM"]
+    config.save_pretrained(tmp_path)
+    described = json.loads(run(str(tmp_path), "--json"))
+    assert described["model"] == "BertForMaskedLM" and not described["opaque"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gtp2"], "unknown MODEL 'gtp2': did you mean gpt2"),
+        (["mlp", "--segments", "99"], "99 segments asked"),
+        (["mlp", "--segments", "two"], "expected a number or 'finest'"),
+        (["mlp", "--max-bytes", "much"], "no amount of memory"),
+        (["mlp", "--mode", "sleep"], "mode is 'sleep'"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:
+    command = [sys.executable, "-m", "packhorse", "inspect", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_function_that_returns_no_model(tmp_path: Path) -> None:
+    file = tmp_path / "other.py"
+    file.write_text(USER_MODEL)
+    command = [sys.executable, "-m", "packhorse", "inspect", f"{file}:nothing"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "returned int, expected (model, example)" in done.stderr
