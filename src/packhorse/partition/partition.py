@@ -7,7 +7,6 @@ dynamic programming over the legal cuts; among partitions as fast as the best, t
 
 import bisect
 import itertools
-import re
 from array import array
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -131,8 +130,12 @@ def _block_cuts(graph: Graph, places: list[Place]) -> list[Place]:
 
 def _block_of(module: str) -> str:
     """The module's path up to its first numbers: `h.3.mlp.0` belongs to `h.3`, `stages.0.2.conv1` to `stages.0.2`."""
-    match = re.match(r"(?:[^.]*\D[^.]*\.)*\d+(?:\.\d+)*(?=\.|$)", module)
-    return match[0] if match else ""
+    numbered = [part.isdigit() for part in module.split(".")]
+    if True not in numbered:
+        return ""
+    first = numbered.index(True)
+    end = numbered.index(False, first) if False in numbered[first:] else len(numbered)
+    return ".".join(module.split(".")[:end])
 
 
 class _Search:
