@@ -5,6 +5,7 @@ torch.export in a forked child process, so the caller's memory does not grow wit
 touched. What cannot be traced is cut at module boundaries instead (see `opaque`).
 """
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -62,6 +63,11 @@ def capture(
     finally:
         for module, training in modes.items():
             module.training = training
+
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_STANDARD_LIBRARY = os.path.dirname(contextlib.__file__) + os.sep + "contextlib"
 
 
 class _Untraced(Exception):
@@ -164,6 +170,7 @@ def _child(make: Callable[[], Graph], sender: Connection) -> None:
     silence = os.open(os.devnull, os.O_WRONLY)  # tracing prints every attempt; what matters comes back as an error
     os.dup2(silence, 1)
     os.dup2(silence, 2)
+    sys.stdout = sys.stderr = open(silence, "w")  # noqa: SIM115  # notebooks replace these; it lives as long as the child
     try:
         outcome: Any = make()
     except (PackhorseError, _Untraced) as error:
@@ -207,5 +214,4 @@ def _user_line(error: BaseException) -> str:
 
 
 def _is_internal(filename: str) -> bool:
-    parts = filename.replace("\\", "/").split("/")
-    return "torch" in parts or "packhorse" in parts or filename.startswith("<") or "contextlib" in parts[-1]
+    return filename.startswith(("<", _TORCH, _OURS, _STANDARD_LIBRARY))
