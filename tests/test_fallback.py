@@ -103,27 +103,63 @@ def test_a_meta_model_falls_back_too() -> None:
     assert_partitions_same(model, graph, [batch(4)], squared, counts=(1, 3))
 
 
-def test_layerdrop_draws_between_blocks_by_key() -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is an extra and not installed")
-    config = transformers.OPTConfig(
-        num_hidden_layers=3,
-        hidden_size=32,
-        ffn_dim=48,
-        num_attention_heads=4,
-        vocab_size=64,
-        word_embed_proj_dim=32,
-        max_position_embeddings=32,
-    )
-    model = transformers.OPTForCausalLM(config).train()
-    tokens = torch.randint(5, 64, (3, 10))
-    tokens_batch = {"input_ids": tokens, "labels": tokens}
-    graph = ph.capture(model, tokens_batch)
-    assert "layerdrop" in graph.opaque or "dropout_probability" in graph.opaque
-    whole = run_composed(model, ph.partition(graph, 1), tokens_batch, rng=seed_by_key)
-    for count in (2, 4, "finest"):
-        assert_same(run_segments(model, ph.partition(graph, count), tokens_batch, rng=seed_by_key), whole)
+class Droppy(nn.Module):
+    """Layers dropped at random, as OPT, BART and Whisper do."""
+
+    def __init__(self, rate: float):
+        super().__init__()
+        self.rate = rate
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if torch.rand([]) < self.rate:
+                continue
+            x = x + layer(x)
+        return self.head(x)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(8, 8), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.linear(x).tanh())
+
+
+def test_layers_dropped_with_probability_zero_are_traced() -> None:
+    model = Droppy(0.0)
+    graph = ph.capture(model, batch(4), squared)
+    assert not graph.opaque
+    assert_partitions_same(model, graph, [batch(4), batch(3)], squared)
+
+
+def test_layers_dropped_at_random_by_key() -> None:
+    """The same layers are dropped on any partition; several seeds, so that each layer is dropped in one and kept in another."""
+    model = Droppy(0.5)
+    graph = ph.capture(model, batch(4), squared)
+    assert "torch.rand([]) < self.rate" in graph.opaque
+    example, dropped = batch(4), []
+    for seed in range(6):
+
+        def rng(key: int | str, seed: int = seed) -> None:
+            seed_by_key(f"{seed} {key}")
+
+        whole = run_composed(model, ph.partition(graph, 1), example, rng=rng)
+        dropped.append(tuple(f"layers.{i}.linear.weight" not in whole.gradients for i in range(4)))
+        for count in (2, "finest"):
+            assert_same(run_segments(model, ph.partition(graph, count), example, rng=rng), whole)
+    assert all({d[i] for d in dropped} == {True, False} for i in range(4))
     with pytest.raises(ph.CaptureError, match="pass rng"):
-        run_composed(model, ph.partition(graph, 2), tokens_batch)
+        run_composed(model, ph.partition(graph, 2), example)
+
+
+def test_a_data_dependent_path_may_differ_from_the_example_s() -> None:
+    model = Net("between")
+    graph = ph.capture(model, (torch.full((4, 8), 3.0), torch.zeros(4, 8)), squared)
+    assert_partitions_same(model, graph, [batch(4), (torch.full((4, 8), -3.0), torch.zeros(4, 8))], squared)
 
 
 def test_without_anything_to_cut_at_the_error_names_line_and_remedy() -> None:

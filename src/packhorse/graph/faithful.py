@@ -14,6 +14,7 @@ import torch
 import torch.fx.config
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from packhorse.batch import BatchSpec
 from packhorse.errors import CaptureError
@@ -42,7 +43,29 @@ def faithful(guards: tuple[Guard, ...], packed: bool = False) -> Iterator[None]:
         patch(torch._meta_registrations, "_meta_grouped_mm_common", _grouped_mm_shape)
         if "transformers.masking_utils" in sys.modules:
             _keep_masks(patch, guards, packed)
+        stack.enter_context(_NeverBelowZero())
         yield
+
+
+class _NeverBelowZero(TorchFunctionMode):
+    """Answers `torch.rand(...) < 0` without data: layers that are dropped with probability 0 are never dropped.
+
+    Many models ask this of every layer. The draw itself stays in the graph, as it advances the generator.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.lt, Tensor.__lt__, torch.lt) and any(args[0] is drawn for drawn in self.drawn):
+            threshold = args[1]
+            if isinstance(threshold, (int, float)) and threshold <= 0:
+                return False
+        result = func(*args, **(kwargs or {}))
+        if func is torch.rand:
+            self.drawn.append(result)
+        return result
 
 
 def _refuse_function(cls: type, *args: Any) -> Any:

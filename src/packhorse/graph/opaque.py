@@ -6,8 +6,8 @@ In: an `Entry` whose model branches on data, and the example's tensors. Out: a `
 model's own forward from the start, with every earlier block call answered by its stored outputs, runs call k for real and
 stops there. The glue is run again by every node; the blocks, where the work is, once. Of the earlier outputs a node is given
 only what it needs: the others are placeholders without data, and what glue computes from them has no data either. What is
-needed is found by trial: first only what call k is given itself, then also the output just before it, and where that does not
-suffice (glue branches on earlier outputs), all of them.
+needed is found by trial: first only what call k is given itself, then also the output just before it. Where glue reads data
+(it branches), another batch may take another path, so all are given.
 """
 
 import copy
@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,8 @@ from packhorse.graph.graph import (
     nbytes,
 )
 from packhorse.graph.table import NodeTable, ValueTable
+
+T = TypeVar("T")
 
 Call = tuple[str, int]  # a block by name, and how often it was called before in this run
 
@@ -236,18 +238,23 @@ def _refuse_dataless(phase: str) -> None:
         raise CaptureError(f"block {phase.partition(':')[0]!r} reads a value or parameter that it was not given")
 
 
+_READS_DATA = (Tensor.__bool__, Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.tolist)
+
+
 class _Watch(TorchFunctionMode):
-    """Notes which parameters and buffers are read between blocks."""
+    """Notes which parameters and buffers are read between blocks, and whether data decides what happens there."""
 
     def __init__(self, names: dict[int, str], run: _Run):
         super().__init__()
         self.names, self.run = names, run
         self.read: dict[str, None] = {}
+        self.branches = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _any_dataless(func, args, kwargs):
             raise CaptureError("a parameter is read that belongs to another block")
         if self.run.phase == "glue":
+            self.branches |= func in _READS_DATA
             self.read.update(
                 dict.fromkeys(self.names[id(t)] for t in tree_flatten((args, kwargs))[0] if id(t) in self.names)
             )
@@ -361,6 +368,8 @@ class _Recorder:
         self.given: dict[Call, list[Tensor]] = {}  # tensors among the arguments
         self.written: dict[Call, set[str]] = {}
         self.flops: dict[Call, int] = {}
+        self.branches = False
+        self.uncalled: set[Call] = set()
 
     def _owned(self, block: str) -> list[str]:
         stored: list[Stored] = [*self.parameters.values(), *self.buffers.values()]
@@ -406,9 +415,28 @@ class _Recorder:
         runtime.draws_in_glue = any(key.startswith("glue") for key in drawn)
         if any(t._version != versions[name] for name, t in glue.items()):
             raise CaptureError("the model writes into a buffer between its blocks, where it would run once a segment")
+        self.branches = watch.branches
+        self._add_uncalled()
         self.glue = list(dict.fromkeys([*self.glue, *watch.read]))
         runtime.shapes[GLUE], self.calls[GLUE] = Shape.of(output)
         self.flops[GLUE], self.given[GLUE], self.written[GLUE] = 0, [], set()
+
+    def _add_uncalled(self) -> None:
+        """Blocks that forward passed over this time (layers dropped at random) join where they stand, shaped like a sibling."""
+        order = list(self.runtime.blocks)
+        for name, block in self.runtime.blocks.items():
+            twin = next((c for c in self.calls if type(self.runtime.blocks[c[0]]) is type(block)), None)
+            if any(call[0] == name for call in self.calls) or twin is None or not self.branches:
+                continue
+            before = [at for at, call in enumerate(self.calls) if order.index(call[0]) < order.index(name)]
+            call = (name, 0)
+            self.calls = _insert(self.calls, before[-1] + 1 if before else 0, call, self.calls[twin])
+            self.runtime.shapes = _insert(
+                self.runtime.shapes, list(self.calls).index(call), call, self.runtime.shapes[twin]
+            )
+            self.given[call], self.flops[call] = [], self.flops[twin]
+            self.written[call] = {w.replace(f"{twin[0]}.", f"{name}.", 1) for w in self.written[twin]}
+            self.uncalled.add(call)
 
     @contextmanager
     def _swapped(self, block: str, state: dict[str, Tensor]) -> Iterator[None]:
@@ -440,7 +468,7 @@ class _Recorder:
         direct = [c for c in earlier if any(id(t) in given for t in self.calls[c])]
         failure: Exception | None = None
         last = [c for c in earlier if c in direct or c == earlier[-1]]
-        for previous in (direct, last, earlier):
+        for previous in (earlier,) if self.branches else (direct, last, earlier):
             step = Step(
                 call,
                 tuple(n for n in self.parameters if n in own),
@@ -448,7 +476,7 @@ class _Recorder:
                 tuple(previous),
             )
             try:
-                if self._reproduces(step, inputs):
+                if call in self.uncalled or self._reproduces(step, inputs):
                     return step
             except Exception as error:
                 failure = error
@@ -544,6 +572,11 @@ class _Recorder:
             nbytes=sum(t.nbytes for t in self.calls[step.call]),
         )
         return Node(operation, tuple(operands), tuple(results), step.call[0])
+
+
+def _insert(table: dict[Call, T], at: int, key: Call, value: T) -> dict[Call, T]:
+    items = list(table.items())
+    return dict([*items[:at], (key, value), *items[at:]])
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
