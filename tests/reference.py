@@ -58,14 +58,14 @@ def run_segments(
     torch.manual_seed(seed)
     graph = partition.graph
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    values = graph.inputs(batch)
+    values, rows = graph.inputs(batch), graph.batch.count_rows(batch)
     runs = []
     for segment in partition.segments:
         leaves = {n: values[n].detach().requires_grad_(values[n].requires_grad) for n in segment.inputs}
-        outputs = segment(parameters, buffers, leaves, rng)
+        outputs = segment(parameters, buffers, leaves, rng, rows=rows)
         values.update(outputs)
         runs.append((segment, leaves, outputs))
-    value = partition.finish(values)
+    value = partition.finish(values, rows)
     gradients = {graph.values[graph.outputs[0]].name: torch.ones_like(value)}
     for segment, leaves, outputs in reversed(runs):
         gradients.update(segment.differentiate(parameters, leaves, outputs, gradients))

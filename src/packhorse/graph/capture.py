@@ -5,7 +5,6 @@ torch.export in a forked child process, so the caller's memory does not grow wit
 touched. What cannot be traced is cut at module boundaries instead (see `opaque`).
 """
 
-import contextlib
 import gc
 import multiprocessing
 import os
@@ -63,11 +62,6 @@ def capture(
     finally:
         for module, training in modes.items():
             module.training = training
-
-
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_STANDARD_LIBRARY = os.path.dirname(contextlib.__file__) + os.sep + "contextlib"
 
 
 class _Untraced(Exception):
@@ -199,19 +193,18 @@ def _find_cause(error: BaseException) -> BaseException:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0].strip() if lines else ''}".rstrip(": ")
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    count = 3 if "Constraint" in type(error).__name__ else 1  # there the first line says nothing yet
+    return f"{type(error).__name__}: {' '.join(lines[:count])}".rstrip(": ")
 
 
 def _user_line(error: BaseException) -> str:
     """The innermost line of the traceback that is neither torch's nor ours, as `file:line: code`."""
+    from packhorse.graph.faithful import is_internal
+
     frames: list[traceback.FrameSummary] = []
     seen: BaseException | None = error
     while seen is not None and not frames:
-        frames = [f for f in traceback.extract_tb(seen.__traceback__) if not _is_internal(f.filename)]
+        frames = [f for f in traceback.extract_tb(seen.__traceback__) if not is_internal(f.filename)]
         seen = seen.__cause__ or seen.__context__
     return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "an unknown line"
-
-
-def _is_internal(filename: str) -> bool:
-    return filename.startswith(("<", _TORCH, _OURS, _STANDARD_LIBRARY))

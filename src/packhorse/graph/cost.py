@@ -26,6 +26,7 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
+    known: bool = False  # False: it could not be run on the example's sizes
     flops: int = 0
     differentiable: tuple[bool, ...] = ()  # per tensor of the flattened result
     aliases: tuple[tuple[int, int], ...] = ()  # (result, operand), both by position among tensors
@@ -67,7 +68,7 @@ class CostProbe:
             for j, storage in enumerate(storages)
             if tensor.untyped_storage()._cdata == storage
         )
-        return Facts(counter.get_total_flops(), tuple(t.requires_grad for t in results), aliases)
+        return Facts(True, counter.get_total_flops(), tuple(t.requires_grad for t in results), aliases)
 
 
 def _cpu_attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:

@@ -5,9 +5,11 @@ graphs run.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from packhorse.batch import BatchSpec
@@ -29,16 +31,33 @@ class Entry(nn.Module):
         self.model = model
         self.spec = spec
         self.mode = mode
+        self.watch: Callable[[tuple[Tensor, ...]], None] | None = None  # told the inputs as forward sees them
         self.loss = (loss,)  # in a tuple, so that a loss that is a module is not registered as part of the model
 
     def forward(self, *tensors: Tensor) -> Any:
         batch = self.spec.unflatten(list(tensors))
         (loss,) = self.loss
         args, kwargs = bind(self.model, batch, loss is not None or self.mode == "predict")
-        output = self.model(*args, **kwargs)
+        if self.watch is not None:
+            self.watch(tensors)
+        with keep_buffers(self.model):
+            output = self.model(*args, **kwargs)
         if self.mode == "predict":
             return _without_cache(output)
         return find_loss(output, batch, loss)
+
+
+@contextmanager
+def keep_buffers(module: nn.Module) -> Iterator[None]:
+    """A buffer that forward replaces (`self.ema = ...`) is written instead, so that its storage carries the state on."""
+    before = [(m, name, b) for m in module.modules() for name, b in m._buffers.items() if b is not None]
+    yield
+    for owner, name, buffer in before:
+        replaced = owner._buffers.get(name)
+        if replaced is not None and replaced is not buffer:
+            with torch.no_grad():
+                buffer.copy_(replaced)
+            owner._buffers[name] = buffer
 
 
 def bind(model: nn.Module, batch: Any, partial: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:

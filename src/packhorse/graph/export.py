@@ -13,7 +13,7 @@ from typing import Any
 import sympy
 import torch
 import torch.fx
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
@@ -21,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
 
 from packhorse.batch import BatchSpec
+from packhorse.errors import CaptureError
 from packhorse.graph.cost import CostProbe, Facts, Spec
 from packhorse.graph.entry import Entry
 from packhorse.graph.faithful import Untraceable, faithful, faked
@@ -56,11 +57,13 @@ def export_graph(entry: Entry, guards: tuple[Guard, ...], packed: bool, device: 
     """Traces the entry on fake tensors and turns what came out into records."""
     parameters, buffers = describe_state(entry.model)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    with faithful(guards, packed), faked(entry.model, mode, device), torch.enable_grad():
+    originals = {id(tensor): name for name, tensor in [*entry.model.named_parameters(), *entry.model.named_buffers()]}
+    with faithful(entry, guards, packed) as facts, faked(entry.model, mode, device), torch.enable_grad():
         program = _trace(entry, mode, device)
-    converter = _Converter(program, entry.spec, parameters, buffers, device)
+    converter = _Converter(program, entry.spec, parameters, buffers, originals, device)
     converter.convert()
     _copy_written_inputs(converter)
+    _refuse_written_constants(converter)
     values, nodes, outputs = compact(converter.values, converter.nodes, converter.outputs)
     written = {values[ref].name for node in nodes for ref in node.writes if values[ref].kind == "buffer"}
     return Graph(
@@ -75,6 +78,7 @@ def export_graph(entry: Entry, guards: tuple[Guard, ...], packed: bool, device: 
         buffers={name: replace(buffer, written=name in written) for name, buffer in buffers.items()},
         constants={v.name: converter.constants[v.name] for v in values if v.kind == "constant"},
         guards=guards,
+        single_row=facts.single_row,
     )
 
 
@@ -100,8 +104,10 @@ class _Converter:
         spec: BatchSpec,
         parameters: dict[str, Parameter],
         buffers: dict[str, Buffer],
+        originals: dict[int, str],
         device: torch.device,
     ):
+        self.originals = originals  # the model's own tensors, which a loss may hold on to
         self.program = program
         self.spec = spec
         stored: list[Stored] = [*parameters.values(), *buffers.values()]
@@ -118,6 +124,7 @@ class _Converter:
         self.refs_by_name: dict[str, Ref] = {}
         self.interned: dict[Any, Any] = {}
         self.num_random = 0
+        self.num_regions = 0
 
     def convert(self) -> None:
         environment: dict[torch.fx.Node, Any] = {}
@@ -162,8 +169,15 @@ class _Converter:
         tensor = self.program.constants[name]
         if isinstance(tensor, torch._subclasses.FakeTensor):
             raise Untraceable(f"constant {name} has no value: an operation that cannot be traced made it")
+        if id(tensor) in self.originals:  # reached without the module, by a loss that regularises for example
+            own = self.originals[id(tensor)]
+            return self._outside(own, "parameter" if isinstance(tensor, nn.Parameter) else "buffer", node.meta["val"])
+        if tensor.requires_grad:
+            raise CaptureError(
+                f"the model or its loss uses a tensor that needs a gradient but is no parameter of the model ({name})"
+            )
         # Constants of equal content are one value, so that repeated blocks which make their own share one code.
-        content = (tensor.dtype, tuple(tensor.shape), tuple(tensor.flatten().tolist()) if tensor.numel() < 64 else name)
+        content = (tensor.dtype, tuple(tensor.shape), repr(tensor.tolist()) if tensor.numel() < 64 else name)
         name = self.interned.setdefault(("constant", content), f"constant.{name.removeprefix('model.')}")
         self.constants[name] = tensor.detach()
         return self._outside(name, "constant", node.meta["val"])
@@ -259,8 +273,11 @@ class _Converter:
             enabled, module, *operands = args
             inner = (*context, ("grad" if enabled else "no_grad",))
         elif name == "wrap_with_autocast":
-            device, dtype, enabled, cache, module, *operands = args
-            inner = (*context, ("autocast", device, dtype, enabled, cache))
+            device, dtype, enabled, _cache, module, *operands = (
+                args  # traced without its cache, run with it as in eager
+            )
+            inner = (*context, ("autocast", device, dtype, enabled))
+            self.num_regions += 1
         else:
             raise Untraceable(f"control flow in the graph ({name}) cannot be cut")
         placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
@@ -299,9 +316,10 @@ class _Converter:
         context: tuple[Any, ...],
     ) -> Any:
         val: Any = node.meta.get("val")
-        grad = not any(region[0] == "no_grad" for region in context)
+        modes = [region[0] for region in context if region[0] in ("no_grad", "grad")]
+        grad = not modes or modes[-1] == "grad"
         facts = self.probe.ask(target, self._to_specs(args), self._to_specs(kwargs), grad)
-        operands = [*refs(args), *refs(tuple(kwargs.values()))]
+        operands = [ref for ref in refs((args, tuple(kwargs.values()))) if self.specs[ref] is not None]
         single = not isinstance(val, (tuple, list))
         getitems: Any = (user.args[1] for user in node.users if user.target is operator.getitem)
         picks = () if single else tuple(sorted(set(getitems)))
@@ -314,7 +332,10 @@ class _Converter:
         if grad and plain and any(self.values[o].type.differentiable for o in operands):
             self._mark_differentiable(plain)
         positions = {0: 0} if single else {pick: at for at, pick in enumerate(picks)}
-        aliases = {(positions[i], operands[j]) for i, j in facts.aliases if i in positions and j < len(operands)}
+        if facts.known:
+            aliases = {(positions[i], operands[j]) for i, j in facts.aliases if i in positions}
+        else:
+            aliases = {(i, operand) for i in range(len(results)) for operand in operands}  # to be safe
         aliases |= {(i, operand) for i in range(len(results)) for operand in _views(target, args, kwargs)}
         operation, distinct = self._abstract(
             str(target),
@@ -328,7 +349,9 @@ class _Converter:
             nbytes=sum(self.values[r].nbytes for r in results),
         )
         random = _is_random(target, args, kwargs)
-        self.nodes.append(Node(operation, distinct, results, self._module(node), self.num_random if random else None))
+        ordinal = self.num_random if random else None
+        region = self.num_regions if any(region[0] == "autocast" for region in context) else 0
+        self.nodes.append(Node(operation, distinct, results, self._module(node), ordinal, region))
         self.num_random += random
         return results[0] if single else dict(zip(picks, results, strict=True))
 
@@ -415,7 +438,7 @@ def _is_random(target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dic
     rate = given.get("dropout_p", given.get("dropout", given.get("p") if "train" in given else 1.0))
     if target.overloadpacket is torch.ops.aten.scaled_dot_product_attention:
         rate = given.get("dropout_p", 0.0)
-    return bool(given.get("train", True)) and rate != 0.0
+    return bool(given.get("train", given.get("training", True))) and rate != 0.0
 
 
 def _copy_written_inputs(converter: _Converter) -> None:
@@ -429,7 +452,20 @@ def _copy_written_inputs(converter: _Converter) -> None:
         Node(Operation("aten.clone.default", (Ref(0),), nbytes=values[i].nbytes), (i,), (copy,), "")
         for i, copy in copies.items()
     ]
-    converter.nodes = clones + [_renumber(node, lambda i: copies.get(i, i)) for node in nodes] if copies else nodes
+    if copies:
+        converter.nodes = clones + [_renumber(node, lambda i: copies.get(i, i)) for node in nodes]
+        converter.outputs = move_refs(converter.outputs, lambda ref: Ref(copies.get(ref, ref)))
+
+
+def _refuse_written_constants(converter: _Converter) -> None:
+    roots = find_roots(converter.nodes, len(converter.values))
+    for node in converter.nodes:
+        for written in node.writes:
+            if converter.values[roots[written]].kind == "constant":
+                raise CaptureError(
+                    f"{node} writes into a tensor that is neither parameter nor buffer, so its state would be lost; register "
+                    "it with register_buffer"
+                )
 
 
 def compact(

@@ -37,6 +37,19 @@ class Ref(int):
         return f"%{int(self)}"
 
 
+# What an expression of sizes may call.
+SIZE_NAMESPACE: dict[str, Any] = {
+    "math": math,
+    "torch": torch,
+    "max": max,
+    "min": min,
+    "abs": abs,
+    "int": int,
+    "float": float,
+    "round": round,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Size:
     """A number that depends on the rows of the batch, as a Python expression in `b`. Derived anew in every segment."""
@@ -44,9 +57,7 @@ class Size:
     expression: str
 
     def at(self, rows: int) -> Any:
-        return eval(
-            self.expression, {"__builtins__": {}, "math": math, "max": max, "min": min}, {"b": rows}
-        )  # printed by sympy
+        return eval(self.expression, {"__builtins__": {}, **SIZE_NAMESPACE}, {"b": rows})  # printed by sympy
 
     def __repr__(self) -> str:
         return self.expression
@@ -105,6 +116,7 @@ class Node(NamedTuple):
     results: tuple[int, ...]
     module: str
     ordinal: int | None = None  # its place among the graph's random operations
+    region: int = 0  # which autocast region it is in, counted from 1; 0: none
 
     @property
     def flops(self) -> int:
@@ -181,6 +193,7 @@ class Graph:
     buffers: dict[str, Buffer]
     constants: dict[str, Tensor]
     guards: tuple[Guard, ...] = ()
+    single_row: str = ""  # why a batch of one row would take another path; empty: it would not
     opaque: str = ""  # why blocks run as they are; empty when the graph is whole
     blocks: dict[str, Any] = field(default_factory=dict)  # target -> callable of opaque nodes
 
@@ -225,6 +238,11 @@ class Graph:
         """The batch's tensors by the names of the graph's input values, after checking structure and guards."""
         tensors = self.batch.flatten(batch)
         inputs = {input_name(leaf.path): t for leaf, t in zip(self.batch.leaves, tensors, strict=True)}
+        if self.single_row and self.batch.count_rows(batch) == 1:
+            raise BatchError(
+                f"the batch has one row, for which {self.name} takes another path than captured ({self.single_row}); use "
+                "microbatches of at least 2 rows"
+            )
         for guard in self.guards:
             if not guard.holds(inputs[input_name(guard.input)]):
                 raise BatchError(
@@ -254,7 +272,7 @@ def describe_state(model: nn.Module) -> tuple[dict[str, Parameter], dict[str, Bu
 
 
 def input_name(path: str) -> str:
-    return f"batch.{path}" if path else "batch"
+    return f"batch:{path}"  # a colon, which parameters' names do not have
 
 
 def refs(argument: Any) -> Iterator[Ref]:

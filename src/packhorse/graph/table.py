@@ -25,6 +25,7 @@ class NodeTable(Sequence[Node]):
         self._modules, self._module_ids = _index(node.module for node in nodes)
         self._operands, self._operand_ends = _concatenate(node.operands for node in nodes)
         self._results, self._result_ends = _concatenate(node.results for node in nodes)
+        self._regions = array("I", (node.region for node in nodes))
         self._ordinals = array("i", (-1 if node.ordinal is None else node.ordinal for node in nodes))
 
     @property
@@ -50,6 +51,7 @@ class NodeTable(Sequence[Node]):
             tuple(_slice(self._results, self._result_ends, index)),
             self._modules[self._module_ids[index]],
             None if ordinal < 0 else ordinal,
+            self._regions[index],
         )
 
     def __iter__(self) -> Iterator[Node]:
@@ -79,7 +81,7 @@ class ValueTable(Sequence[Value]):
         if index < len(self._outside):
             return self._outside[index]
         at = index - len(self._outside)
-        return Value(f"{self._names[self._name_ids[at]]}.{index}", "node", self._types[self._type_ids[at]])
+        return Value(f"{self._names[self._name_ids[at]]}:{index}", "node", self._types[self._type_ids[at]])
 
     def __iter__(self) -> Iterator[Value]:
         return (self[i] for i in range(len(self)))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from packhorse.graph import Graph, Node, Ref, Size
+from packhorse.graph.graph import SIZE_NAMESPACE
 
 
 class Code:
@@ -37,16 +38,7 @@ class Code:
 
 _CODES: dict[str, Code] = {}
 _TARGETS: dict[str, str] = {}
-_NAMESPACE: dict[str, Any] = {
-    "torch": torch,
-    "device": torch.device,
-    "inf": math.inf,
-    "nan": math.nan,
-    "math": math,
-    "operator": operator,
-    "max": max,
-    "min": min,
-}
+_NAMESPACE: dict[str, Any] = {**SIZE_NAMESPACE, "device": torch.device, "inf": math.inf, "nan": math.nan}
 
 
 def get_code(source: str) -> Code:
@@ -89,7 +81,6 @@ class _Writer:
         self.binding = Binding()
         self.names: dict[int, str] = {}
         self.lines: list[str] = []
-        self.needs_rows = False
         ordinals = [n.ordinal for n in graph.nodes[start:stop] if n.ordinal is not None]
         self.binding.first_ordinal = ordinals[0] if ordinals else 0
 
@@ -102,13 +93,12 @@ class _Writer:
             for result in node.results
             if graph.last_uses[result] >= self.stop
         ]
-        rows = self._rows() if self.needs_rows else []
         returned = "".join(f"{self.names[o]}, " for o in binding.outputs)
         groups = {"p": binding.parameters, "k": binding.buffers, "c": binding.constants, "x": binding.inputs}
         arguments = [f"{letter}{i}" for letter, group in groups.items() for i in range(len(group))]
         arguments += [f"block{i}" for i in range(len(binding.blocks))]
-        header = f"def segment({', '.join([*arguments, 'rng'])}):"
-        lines = [header, *(f"    {line}" for line in [*rows, *body, f"return ({returned})"])]
+        header = f"def segment({', '.join([*arguments, 'b', 'rng'])}):"
+        lines = [header, *(f"    {line}" for line in [*self._views(), *body, f"return ({returned})"])]
         binding.source = "\n".join(lines) + "\n"
         return binding
 
@@ -116,14 +106,21 @@ class _Writer:
         """Statements in order; neighbours in the same region (no_grad, autocast) share its `with`."""
         lines: list[str] = []
         context: tuple[Any, ...] = ()
+        place: tuple[Any, ...] = ((), 0)
         for index in range(self.start, self.stop):
             node = self.graph.nodes[index]
-            if node.operation.context != context:
-                context = node.operation.context
+            if (node.operation.context, node.region) != place:
+                context, place = node.operation.context, (node.operation.context, node.region)
                 lines += ["    " * depth + f"with {_region(region)}:" for depth, region in enumerate(context)]
             indent = "    " * len(context)
             lines += [indent + line for line in self._statement(node, index)]
         return lines
+
+    def _views(self) -> list[str]:
+        """Autocast keeps its casts of leaves; what a segment is handed as a leaf is none in the model, so it gets a view."""
+        if not any(node.region for node in self.graph.nodes[self.start : self.stop]):
+            return []
+        return [f"x{i} = x{i}.view_as(x{i})" for i in range(len(self.binding.inputs))]
 
     def _statement(self, node: Node, index: int) -> list[str]:
         lines = []
@@ -168,7 +165,6 @@ class _Writer:
         if isinstance(argument, tuple):
             return f"[{', '.join(self._print(a, node) for a in argument)}]"
         if isinstance(argument, Size):
-            self.needs_rows = True
             return f"({argument.expression})" if not argument.expression.isidentifier() else argument.expression
         return repr(argument)
 
@@ -184,27 +180,9 @@ class _Writer:
             self.names[ref] = f"{letter}{len(group) - 1}"
         return self.names[ref]
 
-    def _rows(self) -> list[str]:
-        """Derives the rows of the batch from an input's sizes; if none tells, an input of the batch joins the inputs."""
-        for ref in (*self.binding.inputs, *range(len(self.graph.values))):
-            value = self.graph.values[ref]
-            if ref in self.binding.inputs or value.kind == "input":
-                for dimension, size in enumerate(value.type.shape):
-                    divisor = _multiple_of_rows(size)
-                    if divisor:
-                        found = f"{self._name(ref)}.shape[{dimension}]"
-                        return [f"b = {found}" if divisor == 1 else f"b = {found} // {divisor}"]
-        raise AssertionError("no input of the batch has its rows as dimension 0")
-
-
-def _multiple_of_rows(size: Any) -> int:
-    """n where the size is n times the rows of the batch, else 0."""
-    match = re.fullmatch(r"b|(\d+)\*b|b\*(\d+)", size.expression) if isinstance(size, Size) else None
-    return int(match[1] or match[2] or 1) if match else 0
-
 
 def _region(region: tuple[Any, ...]) -> str:
     if region[0] == "autocast":
-        _, device, dtype, enabled, cache = region
-        return f"torch.autocast({device!r}, dtype={dtype!r}, enabled={enabled!r}, cache_enabled={cache!r})"
+        _, device, dtype, enabled = region
+        return f"torch.autocast({device!r}, dtype={dtype!r}, enabled={enabled!r})"
     return "torch.no_grad()" if region[0] == "no_grad" else "torch.enable_grad()"

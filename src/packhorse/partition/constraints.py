@@ -15,7 +15,7 @@ from packhorse.graph.graph import find_roots
 class Constraint:
     """Nodes `first` to `last` belong together: no cut between them."""
 
-    kind: str  # "write", "data-dependent size", "buffer view"
+    kind: str  # "write", "buffer view", "data-dependent size", "shared cast"
     first: int
     last: int
     reason: str
@@ -36,7 +36,7 @@ class Place:
 
 def find_constraints(graph: Graph) -> list[Constraint]:
     """All constraints of the graph, in order of their first node."""
-    found = [*_writes(graph), *_data_dependent_sizes(graph)]
+    found = [*_writes(graph), *_data_dependent_sizes(graph), *_shared_casts(graph)]
     return sorted(found, key=lambda c: (c.first, c.last))
 
 
@@ -75,6 +75,21 @@ def _data_dependent_sizes(graph: Graph) -> Iterator[Constraint]:
             yield Constraint(
                 "data-dependent size", made, last, f"the size of {value.name} ({graph.nodes[made]}) depends on the data"
             )
+
+
+def _shared_casts(graph: Graph) -> Iterator[Constraint]:
+    """A parameter used twice in one autocast region is cast once there, and its gradients are added before the cast back."""
+    uses: dict[tuple[int, int], list[int]] = {}
+    for i, node in enumerate(graph.nodes):
+        for operand in node.operands if node.region else ():
+            if graph.values[operand].kind == "parameter":
+                uses.setdefault((node.region, operand), []).append(i)
+    for (_, operand), at in uses.items():
+        if len(at) > 1:
+            reason = (
+                f"{graph.values[operand].name} is cast once for both {graph.nodes[at[0]]} and {graph.nodes[at[-1]]}"
+            )
+            yield Constraint("shared cast", at[0], at[-1], reason)
 
 
 def find_places(graph: Graph) -> list[Place]:

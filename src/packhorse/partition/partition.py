@@ -5,7 +5,6 @@ block). Out: a `Partition`. The slowest segment decides the pace of a relay or a
 dynamic programming over the legal cuts; among partitions as fast as the best, the one that carries the fewest bytes wins.
 """
 
-import bisect
 import itertools
 from array import array
 from collections import Counter, deque
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
 from packhorse.errors import PartitionError
-from packhorse.graph import Graph, Ref
+from packhorse.graph import Graph, Ref, Size
 from packhorse.graph.graph import Rng
 from packhorse.partition.code import Code
 from packhorse.partition.constraints import Place, find_places
@@ -53,15 +52,22 @@ class Partition:
         self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any, rng: Rng | None = None
     ) -> Any:
         """Runs all segments in order on a batch: the loss, or in mode "predict" the model's output."""
-        values = self.graph.inputs(batch)
+        values, rows = self.graph.inputs(batch), self.graph.batch.count_rows(batch)
         for segment in self.segments:
-            values.update(segment(parameters, buffers, values, rng))
-        return self.finish(values)
+            values.update(segment(parameters, buffers, values, rng, rows=rows))
+        return self.finish({**parameters, **buffers, **values}, rows)
 
-    def finish(self, values: Mapping[str, Tensor]) -> Any:
-        """What the model returns, from the values of the last segment."""
+    def finish(self, values: Mapping[str, Tensor], rows: int) -> Any:
+        """What the model returns, from all that it may return: values of segments, inputs, parameters and buffers."""
         graph = self.graph
-        outputs = [values[graph.values[o].name] if isinstance(o, Ref) else o for o in graph.outputs]
+
+        def find(output: Any) -> Any:
+            if isinstance(output, Ref):
+                value = graph.values[output]
+                return graph.constants[value.name] if value.kind == "constant" else values[value.name]
+            return output.at(rows) if isinstance(output, Size) else output
+
+        outputs = [find(output) for output in graph.outputs]
         return outputs[0] if graph.output_tree is None else tree_unflatten(outputs, graph.output_tree)
 
 
@@ -334,13 +340,11 @@ def partition_like(graph: Graph, other: Partition) -> Partition:
         before = {name for name, first in wanted_firsts.items() if first < cut.index and name in firsts}
         low = max((firsts[name] for name in before), default=-1)
         high = min((first for name, first in firsts.items() if name not in before), default=len(graph.nodes) - 1)
-        after = chosen[-1].index if chosen else 0
-        left = bisect.bisect_left([p.index for p in places], max(low, after) + 1)
-        window = [p for p in places[left:] if p.index <= high] or places[left : left + 1]
-        if not window:
-            raise PartitionError(
-                f"{graph.name} in mode {graph.mode!r} has no legal cut like cut {cut.index} of its {other.graph.mode} graph"
-            )
+        start = max(low + 1, chosen[-1].index if chosen else 1)
+        rest = [p for p in places if p.index >= start] or [
+            Place(len(graph.nodes), 0, None)
+        ]  # the end: nothing comes after
+        window = [p for p in rest if p.index <= high] or rest[:1]
         chosen.append(min(window, key=lambda p: (p.nbytes, p.index)))
     return Partition(graph, tuple(chosen))
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from packhorse.graph import Graph, Node
+from packhorse.graph import Graph, Node, Size
 from packhorse.graph.graph import Rng, draw_as_it_comes
 from packhorse.partition.code import Code, get_code, write_code
 
@@ -95,8 +95,13 @@ class Segment:
         buffers: Mapping[str, Tensor],
         inputs: Mapping[str, Tensor],
         rng: Rng | None = None,
+        *,
+        rows: int | None = None,
     ) -> dict[str, Tensor]:
-        """Runs it. `rng(ordinal)` is called before every random operation; without it they draw as they come."""
+        """Runs it. `rng(ordinal)` is called before every random operation; without it they draw as they come.
+
+        `rows` are those of the batch; when not given they are read off an input.
+        """
         graph, binding = self.graph, self._binding
         base = binding.first_ordinal
         key = draw_as_it_comes if rng is None else (lambda o: rng(o if isinstance(o, str) else base + o))
@@ -106,9 +111,17 @@ class Segment:
             *(graph.constants[name] for name in self.constants),
             *(inputs[name] for name in self.inputs),
             *(graph.blocks[target] for target in binding.blocks),
+            self._find_rows(inputs) if rows is None else rows,
             key,
         )
         return dict(zip(self.outputs, outputs, strict=True))
+
+    def _find_rows(self, inputs: Mapping[str, Tensor]) -> int:
+        for i, name in zip(self._binding.inputs, self.inputs, strict=True):
+            for dimension, size in enumerate(self.graph.values[i].type.shape):
+                if isinstance(size, Size) and size.expression == "b":
+                    return inputs[name].shape[dimension]
+        return 0
 
     def differentiate(
         self,
