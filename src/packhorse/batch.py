@@ -69,7 +69,7 @@ class BatchSpec:
             )
         constants = dict(self.constants)
         for i, (path, found) in enumerate(paths):
-            if i in constants and (isinstance(found, Tensor) or found != constants[i]):
+            if i in constants and not _same_constant(found, constants[i]):
                 raise BatchError(
                     f"batch value {path} is {found!r}, but {constants[i]!r} was captured as a constant; pass a tensor in the "
                     "example to let it vary"
@@ -137,10 +137,24 @@ def _find_rows(example: Any) -> int:
 
 
 def _flatten(batch: Any) -> tuple[list[tuple[str, Any]], TreeSpec]:
-    if isinstance(batch, Mapping):  # BatchEncoding and other mappings are read as plain dicts, in key order
-        batch = {key: batch[key] for key in sorted(batch, key=str)}
-    leaves, tree = tree_flatten_with_path(batch)
+    leaves, tree = tree_flatten_with_path(_in_key_order(batch))
     return [(_name(path), leaf) for path, leaf in leaves], tree
+
+
+def _in_key_order(batch: Any) -> Any:
+    """BatchEncoding and other mappings are read as plain dicts, at any depth; the order of keys does not matter."""
+    if isinstance(batch, Mapping):
+        return {key: _in_key_order(batch[key]) for key in sorted(batch, key=str)}
+    if type(batch) in (tuple, list):
+        return type(batch)(_in_key_order(item) for item in batch)
+    return batch
+
+
+def _same_constant(found: Any, constant: Any) -> bool:
+    """Equal in type and value; what has no plain truth of equality (an array) is no constant."""
+    if type(found) is not type(constant) or isinstance(found, Tensor):
+        return False
+    return bool(found == constant) if isinstance(found, (bool, int, str, type(None))) else repr(found) == repr(constant)
 
 
 def _name(path: Any) -> str:

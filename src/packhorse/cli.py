@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from packhorse.errors import PackhorseError
 from packhorse.graph import capture
@@ -71,5 +72,5 @@ def main() -> None:
     try:
         app()
     except PackhorseError as error:
-        Console(stderr=True).print(f"[bold red]packhorse:[/] {error}", highlight=False, soft_wrap=True)
+        Console(stderr=True).print(Text.assemble(("packhorse: ", "bold red"), str(error)), soft_wrap=True)
         raise SystemExit(2) from None

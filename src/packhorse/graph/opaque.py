@@ -10,6 +10,7 @@ needed is found by trial: first only what call k is given itself, then also the 
 (it branches), another batch may take another path, so all are given.
 """
 
+import contextlib
 import copy
 import functools
 import zlib
@@ -26,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from packhorse.errors import CaptureError
-from packhorse.graph.entry import Entry
+from packhorse.graph.entry import Entry, keep_buffers
 from packhorse.graph.graph import (
     Buffer,
     Graph,
@@ -70,7 +71,7 @@ class Shape:
     tree: TreeSpec
     tensors: tuple[int, ...]
     others: tuple[Any, ...]
-    sizes: tuple[tuple[tuple[int, ...], torch.dtype], ...]  # of the tensors, on the example
+    sizes: tuple[tuple[tuple[int | Size, ...], torch.dtype], ...]  # of the tensors
 
     @classmethod
     def of(cls, output: Any) -> tuple["Shape", list[Tensor]]:
@@ -80,13 +81,36 @@ class Shape:
         tensors = [leaves[i] for i in at]
         return cls(tree, at, others, tuple((tuple(t.shape), t.dtype) for t in tensors)), tensors
 
-    def placeholders(self, example_rows: int, rows: int) -> list[Tensor]:
+    @property
+    def plain(self) -> tuple[Any, ...]:
+        """The outputs that are numbers or the like; they are taken to be the same for every batch."""
+        return tuple(leaf for leaf in self.others if leaf is None or isinstance(leaf, (bool, int, float, str)))
+
+    def placeholders(self, rows: int) -> list[Tensor]:
         """Outputs without data, for a batch of `rows`."""
+        return [
+            torch.empty([s.at(rows) if isinstance(s, Size) else s for s in sizes], dtype=dtype, device="meta")
+            for sizes, dtype in self.sizes
+        ]
 
-        def resize(sizes: tuple[int, ...]) -> tuple[int, ...]:
-            return (rows, *sizes[1:]) if sizes and sizes[0] == example_rows else sizes
+    def fit(self, other: "Shape | None", rows: int) -> "Shape":
+        """The same with sizes that follow the rows, told from a run with one row more.
 
-        return [torch.empty(resize(sizes), dtype=dtype, device="meta") for sizes, dtype in self.sizes]
+        Without one (it took another path) a dimension 0 of as many rows is taken to follow them.
+        """
+
+        def size(tensor: int, at: int, here: Any) -> int | Size:
+            if other is None or len(other.sizes) != len(self.sizes) or len(other.sizes[tensor][0]) <= at:
+                return Size("b") if at == 0 and here == rows else here
+            slope = other.sizes[tensor][0][at] - here  # type: ignore[operator]
+            offset = here - slope * rows
+            return Size(f"{slope}*b + {offset}" if offset or slope != 1 else "b") if slope else here
+
+        fitted = tuple(
+            (tuple(size(i, at, here) for at, here in enumerate(sizes)), dtype)
+            for i, (sizes, dtype) in enumerate(self.sizes)
+        )
+        return replace(self, sizes=fitted)
 
     def restore(self, tensors: list[Tensor]) -> Any:
         leaves = list(self.others)
@@ -118,22 +142,28 @@ class Runtime:
     def __init__(self, entry: Entry):
         self.entry = _copy_without_weights(entry)
         self.run: _Run | None = None
-        self.blocks = dict(find_blocks(self.entry.model))
+        names: dict[nn.Module, str] = {}  # a module that stands in two places is one block, by its first name
+        for name, block in find_blocks(self.entry.model):
+            names.setdefault(block, name)
+        self.blocks = {name: block for block, name in names.items()}
         self.shapes: dict[Call, Shape] = {}
         self.draws_in_glue = False
+        self.copies = False  # glue writes in place into what it is given, so it is given copies
         for name, block in self.blocks.items():
-            block.forward = functools.partial(self._called, name, block.forward)
+            block.forward = functools.partial(self._called, name, functools.partial(_run_block, block, block.forward))
 
     def _called(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         run = self.run
         assert run is not None, "blocks are only called during a walk"
+        if run.phase != "glue":  # part of another block as well
+            return forward(*args, **kwargs)
         call = (name, run.counts.get(name, 0))
         run.counts[name] = call[1] + 1
-        before, run.phase = run.phase, f"{name}:{call[1]}"
+        run.phase = f"{name}:{call[1]}"
         try:
             return run.answer(call, forward, args, kwargs)
         finally:
-            run.phase = before
+            run.phase = "glue"
 
     def walk(self, run: _Run, state: Mapping[str, Tensor], inputs: list[Tensor], rng: Rng = draw_as_it_comes) -> Any:
         """The entry's forward under a run, with parameters and buffers from `state`."""
@@ -144,6 +174,9 @@ class Runtime:
                 return functional_call(self.entry, {f"model.{name}": t for name, t in state.items()}, tuple(inputs))
         finally:
             self.run = None
+
+    def hand_out(self, tensors: list[Tensor]) -> list[Tensor]:
+        return [t.clone() for t in tensors] if self.copies else tensors
 
     def execute(
         self,
@@ -166,7 +199,7 @@ class Runtime:
 
         def answer(call: Call, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if call in known:
-                return self.shapes[call].restore(known[call])
+                return self.shapes[call].restore(self.hand_out(known[call]))
             if call == step.call:
                 raise _Done(forward(*args, **kwargs))
             if call not in self.shapes:
@@ -176,27 +209,35 @@ class Runtime:
                 )
             if list(self.shapes).index(call) > list(self.shapes).index(step.call):
                 raise _Done(None)  # forward went past the wanted call: this batch skips it
-            return self.shapes[call].restore(self.shapes[call].placeholders(spec.rows, rows))
+            return self.shapes[call].restore(self.shapes[call].placeholders(rows))
 
         state = dict(zip((*step.parameters, *step.buffers), [*parameters, *buffers], strict=True))
         run = _Run(answer)
         try:
             with _Dataless(run):
-                output = self.walk(run, state, inputs, rng)
+                output = self.walk(run, state, self.hand_out(inputs), rng)
         except _Done as done:
             output = done.output
         if output is None and step.call != GLUE:
             return [inputs[0].new_empty(0) for _ in self.shapes[step.call].tensors]
-        _shape, tensors = Shape.of(output)
-        if len(tensors) != len(self.shapes[step.call].tensors):
+        (found, tensors), expected = Shape.of(output), self.shapes[step.call]
+        if (found.tensors, found.plain) != (expected.tensors, expected.plain):
             raise CaptureError(
-                f"block {step.call[0]!r} returned {len(tensors)} tensors, but another number on the example"
+                f"block {step.call[0]!r} returned {len(tensors)} tensors beside {found.plain}, but on the example "
+                f"{len(expected.tensors)} beside {expected.plain}; only the values of tensors may vary with the batch"
             )
         return tensors
 
 
+def _run_block(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with keep_buffers(block):
+        return forward(*args, **kwargs)
+
+
 class _Keyed(TorchDispatchMode):
     """Calls `rng` before every random operation, with the phase it happens in and its number there."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, rng: Rng, run: _Run):
         super().__init__()
@@ -204,7 +245,7 @@ class _Keyed(TorchDispatchMode):
         self.counts: dict[str, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             number = self.counts.get(self.run.phase, 0)
             self.counts[self.run.phase] = number + 1
             self.rng(f"{self.run.phase}:{number}")
@@ -226,10 +267,14 @@ class _Dataless(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _asks_no_data(func: Any) -> bool:
+    return getattr(func, "__name__", "") in ("__get__", "size", "dim", "stride", "numel", "detach")
+
+
 def _any_dataless(func: Any, args: Any, kwargs: Any) -> bool:
-    if getattr(func, "__name__", "") in ("__get__", "size", "dim", "stride", "numel"):
-        return False  # asks for no data
-    return any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_flatten((args, kwargs))[0])
+    return not _asks_no_data(func) and any(
+        isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_flatten((args, kwargs))[0]
+    )
 
 
 def _refuse_dataless(phase: str) -> None:
@@ -244,15 +289,20 @@ _READS_DATA = (Tensor.__bool__, Tensor.item, Tensor.__float__, Tensor.__int__, T
 class _Watch(TorchFunctionMode):
     """Notes which parameters and buffers are read between blocks, and whether data decides what happens there."""
 
-    def __init__(self, names: dict[int, str], run: _Run):
+    def __init__(self, names: dict[int, str], originals: set[int], run: _Run):
         super().__init__()
-        self.names, self.run = names, run
+        self.names, self.originals, self.run = names, originals, run
         self.read: dict[str, None] = {}
         self.branches = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _any_dataless(func, args, kwargs):
             raise CaptureError("a parameter is read that belongs to another block")
+        if not _asks_no_data(func) and any(id(leaf) in self.originals for leaf in tree_flatten((args, kwargs))[0]):
+            raise CaptureError(
+                "the loss, or a function outside the model, reads the model's parameters directly, which blocks that run "
+                "as they are cannot follow; make it part of the model's forward"
+            )
         if self.run.phase == "glue":
             self.branches |= func in _READS_DATA
             self.read.update(
@@ -317,7 +367,7 @@ def opaque_graph(entry: Entry, inputs: list[Tensor], reason: str) -> Graph:
 def attach(graph: Graph, entry: Entry) -> Graph:
     """Gives an opaque graph, made in another process, the modules it runs."""
     runtime = Runtime(entry)
-    runtime.shapes, runtime.draws_in_glue = graph.blocks["shapes"], graph.blocks["draws_in_glue"]
+    runtime.shapes, runtime.draws_in_glue, runtime.copies = graph.blocks["runtime"]
     steps = graph.blocks["steps"]
     graph.blocks.clear()
     graph.blocks.update({target: functools.partial(runtime.execute, step) for target, step in steps.items()})
@@ -325,9 +375,13 @@ def attach(graph: Graph, entry: Entry) -> Graph:
 
 
 def _cannot(reason: str, why: str) -> CaptureError:
+    remedy = (
+        "Replace the branch on data by torch.where, or move it into a submodule of its own"
+        if "data-dependent" in reason or "Untraceable" in reason
+        else "Check that the model runs on the example as it is"
+    )
     return CaptureError(
-        f"the model cannot be captured: {reason}; and it cannot be cut at module boundaries, because {why}. Replace the "
-        "branch on data by torch.where or torch.cond, or move it into a submodule of its own"
+        f"the model cannot be captured: {reason}; and it cannot be cut at module boundaries, because {why}. {remedy}"
     )
 
 
@@ -336,16 +390,17 @@ class _State:
 
     def __init__(self, model: nn.Module):
         self.tensors = dict([*model.named_parameters(), *model.named_buffers()])
+        self.originals = {id(tensor) for tensor in self.tensors.values()}
 
     def get(self, names: Iterable[str]) -> dict[str, Tensor]:
         return {name: self._one(name) for name in names}
 
     def _one(self, name: str) -> Tensor:
         tensor = self.tensors[name]
-        if not tensor.is_meta:
-            return (
-                tensor if isinstance(tensor, nn.Parameter) else tensor.clone()
-            )  # buffers may be advanced: not the caller's
+        if (
+            not tensor.is_meta
+        ):  # a copy: buffers may be advanced, and reads of the original are told from reads of this one
+            return tensor.detach().clone().requires_grad_(tensor.requires_grad)
         made = torch.zeros(tensor.shape, dtype=tensor.dtype)
         if tensor.dtype.is_floating_point:  # any small values do; not drawn, since draws are counted
             steps = torch.arange(made.numel(), dtype=torch.float64).mul_(1 + zlib.crc32(name.encode()) % 97)
@@ -376,18 +431,40 @@ class _Recorder:
         return [p.name for p in stored if any(name.startswith(f"{block}.") for name in p.names)]
 
     def record(self, inputs: list[Tensor]) -> None:
-        """Runs the model once on the example. Glue may read a block's parameter (a tied head): then with all of them."""
-        try:
-            self._record(inputs, self.glue)
-        except Exception:
-            self._record(inputs, [*self.parameters, *self.buffers])
+        """Runs the model on the example, and before on one row more, to learn which sizes follow the rows.
+
+        Glue may read a block's parameter (a tied head): then with all of them. It may write in place into what it is given:
+        then on copies.
+        """
+        spec = self.runtime.entry.spec
+        more = [torch.cat([t, t[:1]]) if leaf.batched else t for leaf, t in zip(spec.leaves, inputs, strict=True)]
+        others: dict[Call, Shape] = {}
+        with contextlib.suppress(Exception):  # these rows may take a path of their own
+            self._try_record(more)
+            others = dict(self.runtime.shapes)
+        self._try_record(inputs)
+        self.runtime.shapes = {c: shape.fit(others.get(c), spec.rows) for c, shape in self.runtime.shapes.items()}
+
+    def _try_record(self, inputs: list[Tensor]) -> None:
+        everything = [*self.parameters, *self.buffers]
+        failure: Exception | None = None
+        for names, copies in ((self.glue, False), (everything, False), (self.glue, True), (everything, True)):
+            self.runtime.copies = copies
+            versions = [t._version for t in inputs]
+            try:
+                self._record(inputs, names)
+                if copies or versions == [t._version for t in inputs]:
+                    return
+            except Exception as error:
+                failure = failure or error
+        raise failure or CaptureError("the model writes into its batch")
 
     def _record(self, inputs: list[Tensor], names: list[str]) -> None:
         from torch.utils.flop_counter import FlopCounterMode
 
         runtime = self.runtime
-        runtime.shapes.clear()
-        self.calls.clear()
+        runtime.shapes, self.calls = {}, {}
+        self.uncalled.clear()
         glue = self.state.get(names)
         versions = {name: t._version for name, t in glue.items()}
 
@@ -401,7 +478,7 @@ class _Recorder:
             self.given[call] = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
             runtime.shapes[call], tensors = Shape.of(output)
             self.calls[call] = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
-            return runtime.shapes[call].restore(self.calls[call])
+            return runtime.shapes[call].restore(runtime.hand_out(self.calls[call]))
 
         drawn: list[str] = []
 
@@ -410,8 +487,8 @@ class _Recorder:
             _seed(key)
 
         run = _Run(answer)
-        with torch.enable_grad(), _Watch({id(t): name for name, t in glue.items()}, run) as watch:
-            output = runtime.walk(run, glue, inputs, rng)
+        with torch.enable_grad(), _Watch({id(t): n for n, t in glue.items()}, self.state.originals, run) as watch:
+            output = runtime.walk(run, glue, runtime.hand_out(inputs), rng)
         runtime.draws_in_glue = any(key.startswith("glue") for key in drawn)
         if any(t._version != versions[name] for name, t in glue.items()):
             raise CaptureError("the model writes into a buffer between its blocks, where it would run once a segment")
@@ -520,11 +597,12 @@ class _Recorder:
             target = f"opaque.{number}"
             blocks[target] = step
             results = []
+            sizes = self.runtime.shapes[step.call].sizes
             for at, tensor in enumerate(self.calls[step.call]):
                 index[(step.call, at)] = len(outside) + len(made)
                 results.append(index[(step.call, at)])
                 made.append(
-                    Value("block", "node", _type(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, spec.rows))
+                    Value("block", "node", Type(sizes[at][0], tensor.dtype, tensor.nbytes, tensor.requires_grad))
                 )
             nodes.append(self._node(target, step, results, index))
         outputs = tuple(Ref(i) for i in nodes[-1].results)
@@ -546,7 +624,10 @@ class _Recorder:
             buffers={name: replace(b, written=name in written) for name, b in self.buffers.items()},
             constants={},
             opaque=reason,
-            blocks={"steps": blocks, "shapes": self.runtime.shapes, "draws_in_glue": self.runtime.draws_in_glue},
+            blocks={
+                "steps": blocks,
+                "runtime": (self.runtime.shapes, self.runtime.draws_in_glue, self.runtime.copies),
+            },
         )
 
     def _node(self, target: str, step: Step, results: list[int], index: dict[Any, int]) -> Node:

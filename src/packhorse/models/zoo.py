@@ -131,12 +131,17 @@ def _from_function(name: str, device: str) -> Task:
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
-    spec.loader.exec_module(module)
-    build = getattr(module, function, None)
-    if not callable(build):
-        raise ModelError(f"unknown MODEL {name!r}: {file} has no function {function}")
-    with torch.device(device):
-        made = build()
+    try:
+        spec.loader.exec_module(module)
+        build = getattr(module, function, None)
+        if not callable(build):
+            raise ModelError(f"unknown MODEL {name!r}: {file} has no function {function}")
+        with torch.device(device):
+            made = build()
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{name} failed, called without arguments: {type(error).__name__}: {error}") from error
     if not (isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module)):
         raise ModelError(f"{name} returned {type(made).__name__}, expected (model, example) or (model, example, loss)")
     model, example, *loss = made
@@ -158,9 +163,9 @@ def _from_config(directory: Path, rows: int, device: str) -> Task:
     except ImportError:
         raise ModelError("a Hugging Face config needs transformers: pip install 'packhorse[transformers]'") from None
     try:
-        architectures = json.loads(file.read_text()).get("architectures")
+        architectures = dict(json.loads(file.read_text())).get("architectures")
         config = transformers.AutoConfig.from_pretrained(directory)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise ModelError(f"{file} is no config that transformers reads: {str(error).splitlines()[0]}") from None
     architecture = getattr(transformers, architectures[0], None) if architectures else None
     if architecture is None:
@@ -169,7 +174,7 @@ def _from_config(directory: Path, rows: int, device: str) -> Task:
         )
     with torch.device(device):
         model = architecture(config)
-    return Task(directory.name, model, _config_example(config, architectures[0], rows), None)
+    return Task(directory.name, model, _config_example(config, architecture.__name__, rows), None)
 
 
 def _config_example(config: Any, architecture: str, rows: int) -> dict[str, Tensor]:
