@@ -13,7 +13,7 @@ from typing import Any
 import sympy
 import torch
 import torch.fx
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
@@ -57,7 +57,10 @@ def export_graph(entry: Entry, guards: tuple[Guard, ...], packed: bool, device: 
     """Traces the entry on fake tensors and turns what came out into records."""
     parameters, buffers = describe_state(entry.model)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    originals = {id(tensor): name for name, tensor in [*entry.model.named_parameters(), *entry.model.named_buffers()]}
+    originals = {
+        _place_in_memory(tensor): name
+        for name, tensor in [*entry.model.named_parameters(), *entry.model.named_buffers()]
+    }
     with faithful(entry, guards, packed) as facts, faked(entry.model, mode, device), torch.enable_grad():
         program = _trace(entry, mode, device)
     converter = _Converter(program, entry.spec, parameters, buffers, originals, device)
@@ -104,7 +107,7 @@ class _Converter:
         spec: BatchSpec,
         parameters: dict[str, Parameter],
         buffers: dict[str, Buffer],
-        originals: dict[int, str],
+        originals: dict[Any, str],
         device: torch.device,
     ):
         self.originals = originals  # the model's own tensors, which a loss may hold on to
@@ -112,6 +115,7 @@ class _Converter:
         self.spec = spec
         stored: list[Stored] = [*parameters.values(), *buffers.values()]
         self.first_names = {name: entry.name for entry in stored for name in entry.names}
+        self.parameters = parameters
         self.trainable = {name for name, parameter in parameters.items() if parameter.trainable}
         self.values: list[Value] = []
         self.nodes: list[Node] = []
@@ -169,13 +173,9 @@ class _Converter:
         tensor = self.program.constants[name]
         if isinstance(tensor, torch._subclasses.FakeTensor):
             raise Untraceable(f"constant {name} has no value: an operation that cannot be traced made it")
-        if id(tensor) in self.originals:  # reached without the module, by a loss that regularises for example
-            own = self.originals[id(tensor)]
-            return self._outside(own, "parameter" if isinstance(tensor, nn.Parameter) else "buffer", node.meta["val"])
-        if tensor.requires_grad:
-            raise CaptureError(
-                f"the model or its loss uses a tensor that needs a gradient but is no parameter of the model ({name})"
-            )
+        own = self.originals.get(_place_in_memory(tensor))
+        if own is not None:  # reached without the module, by a loss that regularises for example
+            return self._outside(own, "parameter" if own in self.parameters else "buffer", node.meta["val"])
         # Constants of equal content are one value, so that repeated blocks which make their own share one code.
         content = (tensor.dtype, tuple(tensor.shape), repr(tensor.tolist()) if tensor.numel() < 64 else name)
         name = self.interned.setdefault(("constant", content), f"constant.{name.removeprefix('model.')}")
@@ -279,7 +279,10 @@ class _Converter:
             inner = (*context, ("autocast", device, dtype, enabled))
             self.num_regions += 1
         else:
-            raise Untraceable(f"control flow in the graph ({name}) cannot be cut")
+            raise CaptureError(
+                f"the model uses torch's {name}, which a graph of operations cannot hold; use torch.where, or a Python `if` "
+                "in a submodule of its own, which then runs as it is"
+            )
         placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
         return self._walk(module, dict(zip(placeholders, operands, strict=True)), self._intern(inner))
 
@@ -398,6 +401,12 @@ class _Converter:
         stack = list((node.meta.get("nn_module_stack") or {"": ("", "")}).values())
         path = re.sub(r"@\d+", "", stack[-1][0])
         return self._intern(path.removeprefix("model").removeprefix(".") if path.startswith("model") else "")
+
+
+def _place_in_memory(tensor: Tensor) -> Any:
+    """Tells a tensor by where its data lies; one without data by itself."""
+    at = tensor.data_ptr() if tensor.numel() and not tensor.is_meta else id(tensor)
+    return at, tuple(tensor.shape), tuple(tensor.stride())
 
 
 def _flat(outputs: Any) -> list[Any]:
