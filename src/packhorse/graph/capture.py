@@ -23,7 +23,7 @@ from packhorse.batch import BatchSpec
 from packhorse.errors import CaptureError, PackhorseError
 from packhorse.graph.entry import Entry, Loss
 from packhorse.graph.graph import Graph, Mode
-from packhorse.graph.opaque import attach, opaque_graph
+from packhorse.graph.opaque import attach
 
 
 def capture(
@@ -58,7 +58,7 @@ def capture(
             return _in_child(lambda: _export(entry, tensors, torch.device(device)))
         except _Untraced as error:
             reason = str(error)
-            return attach(_in_child(lambda: opaque_graph(entry, tensors, reason)), entry)
+            return attach(_in_child(lambda: _record(entry, tensors, reason)), entry)
     finally:
         for module, training in modes.items():
             module.training = training
@@ -123,6 +123,12 @@ def _export(entry: Entry, tensors: list[Tensor], device: torch.device) -> Graph:
         if isinstance(cause, PackhorseError):
             raise cause from None
         raise _Untraced(f"{_first_line(cause)} (at {_user_line(error)})") from error
+
+
+def _record(entry: Entry, tensors: list[Tensor], reason: str) -> Graph:
+    from packhorse.graph.record import record_graph
+
+    return record_graph(entry, tensors, reason)
 
 
 def _in_child(make: Callable[[], Graph]) -> Graph:
