@@ -1,7 +1,7 @@
 """The command line: the same verbs over the same values as the library."""
 
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -47,9 +47,9 @@ def inspect(
     """Capture a model and show how it is cut into segments. Needs none of the model's memory."""
     task = load_task(model, rows=rows)
     graph = capture(task.model, task.example, task.loss, mode=mode)  # type: ignore[arg-type]  # capture checks the mode
-    wanted = segments if segments in (None, "finest") else _number(segments)
+    wanted: Any = segments if segments in (None, "finest") else _number(segments)
     limit = parse_bytes(max_bytes) if max_bytes is not None else None
-    chosen = partition(graph, wanted, max_bytes=limit, cuts=cut or ())  # type: ignore[arg-type]
+    chosen = partition(graph, wanted, max_bytes=limit, cuts=cut or ())
     if as_json:
         described = describe_partition(chosen) | ({"cuts": describe_cuts(graph)} if cuts else {})
         typer.echo(json.dumps(described, indent=2))

@@ -13,7 +13,7 @@ needed is found by trial: first only what call k is given itself, then also the 
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -87,7 +87,7 @@ class Shape:
         def size(tensor: int, at: int, here: Any) -> int | Size:
             if other is None or len(other.sizes) != len(self.sizes) or len(other.sizes[tensor][0]) <= at:
                 return Size("b") if at == 0 and here == rows else here
-            slope = other.sizes[tensor][0][at] - here  # type: ignore[operator]
+            slope = other.sizes[tensor][0][at] - here  # type: ignore[operator]  # numbers until fitted
             offset = here - slope * rows
             return Size(f"{slope}*b + {offset}" if offset or slope != 1 else "b") if slope else here
 
@@ -97,11 +97,15 @@ class Shape:
         )
         return replace(self, sizes=fitted)
 
-    def restore(self, tensors: list[Tensor]) -> Any:
+    def fill(self, tensors: Sequence[Any]) -> list[Any]:
+        """All leaves, with these where the tensors go."""
         leaves = list(self.others)
         for i, tensor in zip(self.tensors, tensors, strict=True):
             leaves.insert(i, tensor)
-        return tree_unflatten(leaves, self.tree)
+        return leaves
+
+    def restore(self, tensors: list[Tensor]) -> Any:
+        return tree_unflatten(self.fill(tensors), self.tree)
 
 
 class _Done(BaseException):

@@ -237,7 +237,7 @@ class _Recorder:
                 table = inner._parameters if name in inner._parameters else inner._buffers
                 if full in state:
                     undo.append((table, name, table[name]))
-                    table[name] = state[full]  # type: ignore[assignment]
+                    table[name] = state[full]  # type: ignore[assignment]  # a tensor in a parameter's place
         try:
             yield
         finally:
@@ -320,16 +320,13 @@ class _Recorder:
         written = {name for names in self.written.values() for name in names}
         shape = self.runtime.shapes[GLUE]
         entry = self.runtime.entry
-        leaves = list(shape.others)
-        for at, ref in zip(shape.tensors, outputs, strict=True):
-            leaves.insert(at, ref)
         return Graph(
             name=type(entry.model).__name__,
             mode=entry.mode,
             batch=spec,
             values=ValueTable(outside, made),
             nodes=NodeTable(nodes),
-            outputs=tuple(leaves),
+            outputs=tuple(shape.fill(outputs)),
             output_tree=shape.tree if entry.mode == "predict" else None,
             parameters=self.parameters,
             buffers={name: replace(b, written=name in written) for name, b in self.buffers.items()},

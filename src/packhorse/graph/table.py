@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, overload
 
-from packhorse.graph.graph import Node, Operation, Value
+from packhorse.graph.graph import Node, Value
 
 T = TypeVar("T", bound=Hashable)
 
@@ -27,11 +27,6 @@ class NodeTable(Sequence[Node]):
         self._results, self._result_ends = _concatenate(node.results for node in nodes)
         self._regions = array("I", (node.region for node in nodes))
         self._ordinals = array("i", (-1 if node.ordinal is None else node.ordinal for node in nodes))
-
-    @property
-    def operations(self) -> tuple[Operation, ...]:
-        """The distinct operations."""
-        return self._operations
 
     def __len__(self) -> int:
         return len(self._operation_ids)

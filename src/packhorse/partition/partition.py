@@ -28,7 +28,7 @@ from packhorse.partition.segment import Segment
 FLOPS_PER_BYTE = 100.0
 
 # Partitions whose slowest segment is within this factor of the best are equal; then fewest bytes carried decides.
-SLACK = 1.02
+SLACK = 1.01
 
 
 @dataclass(frozen=True)
