@@ -19,3 +19,23 @@ class PartitionError(PackhorseError):
 
 class ModelError(PackhorseError):
     """A MODEL named on the command line could not be found or built."""
+
+
+class ScheduleError(PackhorseError):
+    """A list of actions cannot run in its order."""
+
+
+class StoreError(PackhorseError):
+    """The store cannot be made, opened, read or written."""
+
+
+class OptimizerError(PackhorseError):
+    """The optimizer does not fit the model, or cannot be run piece by piece."""
+
+
+class BudgetError(PackhorseError):
+    """The run does not fit the memory it is given."""
+
+
+class NumericsError(PackhorseError):
+    """A loss or a gradient is not finite."""

@@ -8,14 +8,7 @@ from rich.text import Text
 
 from packhorse.graph import Graph
 from packhorse.partition import Partition, Segment, find_live, find_places
-
-
-def format_bytes(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(nbytes) < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"
+from packhorse.units import format_bytes
 
 
 def format_count(count: float) -> str:

@@ -1,4 +1,4 @@
-"""Quantities as people write them: `2GiB`, `500MB`."""
+"""Quantities as people write and read them: `2GiB`, `500MB`."""
 
 import re
 
@@ -26,3 +26,11 @@ def parse_bytes(text: str | int) -> int:
             f"{text!r} is no amount of memory; write a number with a unit, such as 2GiB, 500MB or 4096"
         )
     return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def format_bytes(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"

@@ -24,6 +24,7 @@ from packhorse.errors import CaptureError, PackhorseError
 from packhorse.graph.entry import Entry, Loss
 from packhorse.graph.graph import Graph, Mode
 from packhorse.graph.opaque import attach
+from packhorse.precision import Precision, cast_floats, check_precision, working_dtype
 
 
 def capture(
@@ -33,27 +34,29 @@ def capture(
     *,
     mode: Mode = "train",
     device: str | torch.device = "cpu",
+    precision: Precision = "fp32",
 ) -> Graph:
     """The graph of `model` on batches like `example`.
 
     `mode` is "train" (with the loss, in training mode), "eval" (with the loss, in evaluation mode) or "predict" (the
     model's output in evaluation mode; the batch needs no labels). Dimension 0 of the batch stays free: the graph runs
-    microbatches of any size.
+    microbatches of any size. `precision` casts parameters and inputs as `packhorse.precision` lists it.
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(f"expected a torch.nn.Module to capture, found {type(model).__name__}")
     if mode not in ("train", "eval", "predict"):
         raise CaptureError(f"mode is {mode!r}, expected 'train', 'eval' or 'predict'")
+    check_precision(precision)
     spec = BatchSpec.of(example)
     _check_model(model, mode)
-    entry = Entry(model, spec, loss, mode)
+    entry = Entry(model, spec, loss, mode, precision)
     modes = {module: module.training for module in model.modules()}
     if mode == "train" and not model.training:
         model.train()
     elif mode != "train":
         model.eval()
     try:
-        tensors = spec.flatten(example)
+        tensors = [cast_floats(t, working_dtype(precision)) for t in spec.flatten(example)]
         try:
             return _in_child(lambda: _export(entry, tensors, torch.device(device)))
         except _Untraced as error:

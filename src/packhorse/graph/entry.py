@@ -6,7 +6,7 @@ graphs run.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from packhorse.batch import BatchSpec
 from packhorse.errors import CaptureError
 from packhorse.graph.graph import Mode
+from packhorse.precision import CrossEntropyInFp32, Precision
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -26,15 +27,22 @@ class Entry(nn.Module):
     not take is left to the loss: dict keys it does not name, and the last element of a tuple unless it is required.
     """
 
-    def __init__(self, model: nn.Module, spec: BatchSpec, loss: Loss | None, mode: Mode):
+    def __init__(
+        self, model: nn.Module, spec: BatchSpec, loss: Loss | None, mode: Mode, precision: Precision = "fp32"
+    ):
         super().__init__()
         self.model = model
         self.spec = spec
         self.mode = mode
+        self.precision = precision
         self.watch: Callable[[tuple[Tensor, ...]], None] | None = None  # told the inputs as forward sees them
         self.loss = (loss,)  # in a tuple, so that a loss that is a module is not registered as part of the model
 
     def forward(self, *tensors: Tensor) -> Any:
+        with nullcontext() if self.precision == "fp32" else CrossEntropyInFp32():
+            return self._forward(tensors)
+
+    def _forward(self, tensors: tuple[Tensor, ...]) -> Any:
         batch = self.spec.unflatten(list(tensors))
         (loss,) = self.loss
         args, kwargs = bind(self.model, batch, loss is not None or self.mode == "predict")

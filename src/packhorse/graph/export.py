@@ -45,6 +45,7 @@ from packhorse.graph.graph import (
     refs,
 )
 from packhorse.graph.table import NodeTable, ValueTable
+from packhorse.precision import cast_floats, working_dtype
 
 _CHECKS = (
     "_assert",
@@ -55,13 +56,13 @@ _CHECKS = (
 
 def export_graph(entry: Entry, guards: tuple[Guard, ...], packed: bool, device: torch.device) -> Graph:
     """Traces the entry on fake tensors and turns what came out into records."""
-    parameters, buffers = describe_state(entry.model)
+    parameters, buffers = describe_state(entry.model, entry.precision)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     originals = {
         _place_in_memory(tensor): name
         for name, tensor in [*entry.model.named_parameters(), *entry.model.named_buffers()]
     }
-    with faithful(entry, guards, packed) as facts, faked(entry.model, mode, device), torch.enable_grad():
+    with faithful(entry, guards, packed) as facts, faked(entry.model, mode, device, entry.precision), torch.enable_grad():
         program = _trace(entry, mode, device)
     converter = _Converter(program, entry.spec, parameters, buffers, originals, device)
     converter.convert()
@@ -82,15 +83,19 @@ def export_graph(entry: Entry, guards: tuple[Guard, ...], packed: bool, device: 
         constants={v.name: converter.constants[v.name] for v in values if v.kind == "constant"},
         guards=guards,
         single_row=facts.single_row,
+        precision=entry.precision,
     )
 
 
 def _trace(entry: Entry, mode: FakeTensorMode, device: torch.device) -> ExportedProgram:
     spec = entry.spec
     rows = max(spec.rows, 2)  # a dimension of 1 would be taken for a constant
+    working = working_dtype(entry.precision)
     with mode:
         inputs = tuple(
-            torch.empty((rows, *leaf.shape[1:]) if leaf.batched else leaf.shape, dtype=leaf.dtype, device=device)
+            cast_floats(
+                torch.empty((rows, *leaf.shape[1:]) if leaf.batched else leaf.shape, dtype=leaf.dtype, device=device), working
+            )
             for leaf in spec.leaves
         )
     batch = Dim("batch")

@@ -23,6 +23,7 @@ from packhorse.batch import BatchSpec
 from packhorse.errors import CaptureError
 from packhorse.graph.entry import Entry
 from packhorse.graph.graph import Guard
+from packhorse.precision import Precision, uncast_parameters, working_dtype
 
 
 class Untraceable(Exception):
@@ -202,15 +203,20 @@ def find_guards(model: nn.Module, spec: BatchSpec, tensors: list[Tensor]) -> tup
 
 
 @contextlib.contextmanager
-def faked(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> Iterator[None]:
+def faked(model: nn.Module, mode: FakeTensorMode, device: torch.device, precision: Precision) -> Iterator[None]:
     """The model with fake parameters and buffers on the real device type: sizes without memory, wherever it lives."""
+    uncast, working = uncast_parameters(model), working_dtype(precision)
     fakes: dict[int, Tensor] = {}
     undo: list[tuple[nn.Module, str, Tensor]] = []
 
     def fake(tensor: Tensor) -> Tensor:
         if id(tensor) not in fakes:
+            cast = isinstance(tensor, nn.Parameter) and tensor.is_floating_point() and id(tensor) not in uncast
+            dtype = working if cast and working is not None else tensor.dtype
+            released = tensor.untyped_storage().nbytes() < tensor.nbytes and not tensor.is_meta  # its values are in a store
+            stride = torch.empty(tensor.shape, device="meta").stride() if released else tensor.stride()
             with mode:
-                image = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+                image = torch.empty_strided(tensor.shape, stride, dtype=dtype, device=device)
             fakes[id(tensor)] = nn.Parameter(image, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else image
         return fakes[id(tensor)]
 

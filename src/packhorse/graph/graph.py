@@ -16,6 +16,7 @@ from torch.utils._pytree import TreeSpec
 
 from packhorse.batch import BatchSpec
 from packhorse.errors import BatchError
+from packhorse.precision import Precision, cast_floats, master_dtype, uncast_parameters, working_dtype
 
 Mode = Literal["train", "eval", "predict"]
 
@@ -154,7 +155,10 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Parameter(Stored):
+    """`dtype` is its master's, `working` the one it runs in."""
+
     trainable: bool
+    working: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +197,7 @@ class Graph:
     buffers: dict[str, Buffer]
     constants: dict[str, Tensor]
     guards: tuple[Guard, ...] = ()
+    precision: Precision = "fp32"
     single_row: str = ""  # why a batch of one row would take another path; empty: it would not
     opaque: str = ""  # why blocks run as they are; empty when the graph is whole
     blocks: dict[str, Any] = field(default_factory=dict)  # target -> callable of opaque nodes
@@ -249,10 +254,11 @@ class Graph:
                     f"batch value {guard.input} was {guard.fact} in the example, and the graph relies on it, but in this "
                     "batch it is not; capture again with this batch as the example"
                 )
-        return inputs
+        working = working_dtype(self.precision)
+        return {name: cast_floats(tensor, working) for name, tensor in inputs.items()}
 
 
-def describe_state(model: nn.Module) -> tuple[dict[str, Parameter], dict[str, Buffer]]:
+def describe_state(model: nn.Module, precision: Precision = "fp32") -> tuple[dict[str, Parameter], dict[str, Buffer]]:
     """Parameters and buffers by first name; one tensor with several names is one entry."""
     names: dict[int, list[str]] = {}
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
@@ -266,7 +272,15 @@ def describe_state(model: nn.Module) -> tuple[dict[str, Parameter], dict[str, Bu
         return names[id(tensor)][0], tuple(names[id(tensor)]), shapes.setdefault(shape, shape), tensor.dtype
 
     persistent = set(model.state_dict(keep_vars=True))
-    parameters = [Parameter(*describe(p), p.requires_grad) for p in model.parameters()]
+    uncast, cast = uncast_parameters(model), working_dtype(precision)
+
+    def describe_parameter(parameter: nn.Parameter) -> Parameter:
+        name, all_names, shape, dtype = describe(parameter)
+        keeps = cast is None or id(parameter) in uncast or not dtype.is_floating_point
+        master = master_dtype(dtype, precision)
+        return Parameter(name, all_names, shape, master, parameter.requires_grad, dtype if keeps else cast)
+
+    parameters = [describe_parameter(p) for p in model.parameters()]
     buffers = [Buffer(*describe(b), names[id(b)][0] in persistent, False) for b in model.buffers()]
     return {p.name: p for p in parameters}, {b.name: b for b in buffers}
 

@@ -284,7 +284,7 @@ def _copy_without_weights(entry: Entry) -> Entry:
         raise CaptureError(
             f"the model cannot be traced, and not be copied to run its blocks either: {error}"
         ) from error
-    return Entry(copied, entry.spec, entry.loss[0], entry.mode)
+    return Entry(copied, entry.spec, entry.loss[0], entry.mode, entry.precision)
 
 
 def find_blocks(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

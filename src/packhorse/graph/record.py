@@ -42,10 +42,10 @@ T = TypeVar("T")
 def record_graph(entry: Entry, inputs: list[Tensor], reason: str) -> Graph:
     """Records the model's block calls on the example and lays them out as nodes."""
     runtime = Runtime(entry)
-    parameters, buffers = describe_state(entry.model)
+    parameters, buffers = describe_state(entry.model, entry.precision)
     if not runtime.blocks:
         raise _cannot(reason, "it has no submodules to cut at")
-    state = _State(entry.model)
+    state = _State(entry.model, parameters)
     recorder = _Recorder(runtime, state, parameters, buffers)
     try:
         recorder.record(inputs)
@@ -97,9 +97,10 @@ class _Watch(TorchFunctionMode):
 
 
 class _State:
-    """Parameters and buffers by name: as they are, or for a meta model made up, the same every time."""
+    """Parameters and buffers by name: as they are, or, where a model has no weights, made up, the same every time."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, parameters: dict[str, Parameter]):
+        self.parameters = parameters
         self.tensors = dict([*model.named_parameters(), *model.named_buffers()])
         self.originals = {id(tensor) for tensor in self.tensors.values()}
 
@@ -108,11 +109,11 @@ class _State:
 
     def _one(self, name: str) -> Tensor:
         tensor = self.tensors[name]
-        if (
-            not tensor.is_meta
-        ):  # a copy: buffers may be advanced, and reads of the original are told from reads of this one
-            return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        made = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        dtype = self.parameters[name].working if name in self.parameters else tensor.dtype
+        if not tensor.is_meta and tensor.untyped_storage().nbytes() >= tensor.nbytes:
+            # A copy: buffers may be advanced, and reads of the original are told from reads of this one.
+            return tensor.detach().to(dtype, copy=True).requires_grad_(tensor.requires_grad)
+        made = torch.zeros(tensor.shape, dtype=dtype)
         if tensor.dtype.is_floating_point:  # any small values do; not drawn, since draws are counted
             steps = torch.arange(made.numel(), dtype=torch.float64).mul_(1 + zlib.crc32(name.encode()) % 97)
             made.copy_(steps.sin_().mul_(0.02).view(tensor.shape))
@@ -289,7 +290,7 @@ class _Recorder:
     def layout(self, steps: list[Step], inputs: list[Tensor], reason: str) -> Graph:
         spec = self.runtime.entry.spec
         outside = [
-            *(Value(p.name, "parameter", _type(p.shape, p.dtype, p.trainable, 0)) for p in self.parameters.values()),
+            *(Value(p.name, "parameter", _type(p.shape, p.working, p.trainable, 0)) for p in self.parameters.values()),
             *(Value(b.name, "buffer", _type(b.shape, b.dtype, False, 0)) for b in self.buffers.values()),
             *(
                 Value(
@@ -331,6 +332,7 @@ class _Recorder:
             parameters=self.parameters,
             buffers={name: replace(b, written=name in written) for name, b in self.buffers.items()},
             constants={},
+            precision=entry.precision,
             opaque=reason,
             blocks={
                 "steps": blocks,

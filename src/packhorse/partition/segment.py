@@ -58,6 +58,22 @@ class Segment:
         return self._names(self._binding.outputs)
 
     @cached_property
+    def differentiable_inputs(self) -> frozenset[str]:
+        """The inputs that gradients flow back through."""
+        values = self.graph.values
+        return frozenset(values[i].name for i in self._binding.inputs if values[i].type.differentiable)
+
+    @cached_property
+    def is_differentiable(self) -> bool:
+        """Whether there is anything to compute backward."""
+        return any(self.graph.values[i].type.differentiable for i in self._binding.outputs)
+
+    @cached_property
+    def needs_grad_mode(self) -> bool:
+        """Whether a kernel in it gives other bits without gradients: then even a forward to be forgotten runs with them."""
+        return any(_depends_on_grad_mode(self.graph, node) for node in self.nodes)
+
+    @cached_property
     def modules(self) -> tuple[str, ...]:
         """The modules whose operations it runs, in order, without those that contain another one listed."""
         seen = dict.fromkeys(node.module for node in self.nodes if node.module)
@@ -151,3 +167,16 @@ class Segment:
 
     def __repr__(self) -> str:
         return f"Segment({self.index}: {', '.join(self.modules)})"
+
+
+# Recurrent layers take a fused kernel where nothing needs a gradient; opaque blocks may do anything.
+_RECURRENT = ("aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu", "aten.lstm_cell", "aten.gru_cell")
+
+
+def _depends_on_grad_mode(graph: Graph, node: Node) -> bool:
+    target = node.operation.target
+    if target in graph.blocks or target.startswith(_RECURRENT):
+        return True
+    if target.startswith("aten.scaled_dot_product_attention"):  # a bias that needs a gradient rules the fused kernel out
+        return any(graph.values[ref].type.differentiable for ref in node.operands[3:4])
+    return False

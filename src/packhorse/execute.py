@@ -1,0 +1,524 @@
+"""The executor: walks a list of actions for real.
+
+In: a `Program` (a partition and its list), microbatches, a store, a device. Out: losses or outputs, and the next version of the
+store. One loop, one table from kind to handler; what is asynchronous returns a handle, and use goes through its wait.
+"""
+
+import math
+import time
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from packhorse.device import Device
+from packhorse.errors import NumericsError
+from packhorse.graph import Ref
+from packhorse.keys import key_generator
+from packhorse.layout import Layout
+from packhorse.memory import Ledger, Pool
+from packhorse.optimizer import Group
+from packhorse.partition import Partition, Segment
+from packhorse.schedule import Action, show
+from packhorse.store import Block, Loan, Stash, Store
+from packhorse.store.lane import Lane
+from packhorse.update import Gradient, Updater
+
+
+@dataclass(frozen=True)
+class Program:
+    """A partition and the list of actions that runs it."""
+
+    partition: Partition
+    actions: Sequence[Action]
+
+    @cached_property
+    def kept(self) -> frozenset[tuple[int, int]]:
+        """Forwards whose graph lives until backward: no recomputation comes between."""
+        following: dict[tuple[Any, Any], str] = {}
+        kept = set()
+        for kind, s, k in reversed(self.actions):
+            if kind == "F" and following.get((s, k)) == "B":
+                kept.add((s, k))
+            if kind in ("F", "R", "B"):
+                following[s, k] = kind
+        return frozenset(kept)  # type: ignore[arg-type]
+
+    @cached_property
+    def uses(self) -> Counter[str]:
+        """How often each value of a microbatch is read by a forward or a recomputation."""
+        uses: Counter[str] = Counter()
+        for kind, s, k in self.actions:
+            if kind in ("F", "R") and k == 0:
+                assert s is not None
+                segment = self.partition.segments[s]
+                uses.update(segment.inputs)
+                if kind == "R":
+                    uses.update(_snapshot_name(s, name) for name in self.written(s))
+        return uses
+
+    @cached_property
+    def results(self) -> frozenset[str]:
+        """Values the caller wants: the loss, or what the model returns."""
+        graph = self.partition.graph
+        return frozenset(graph.values[o].name for o in graph.outputs if isinstance(o, Ref))
+
+    def written(self, s: int) -> list[str]:
+        """Buffers that a segment advances."""
+        graph = self.partition.graph
+        return [name for name in self.partition.segments[s].buffers if graph.buffers[name].written]
+
+
+@dataclass
+class Microbatch:
+    """A slice of the batch: its tensors by name, its rows, its share of the loss, its number in the whole batch."""
+
+    inputs: dict[str, Tensor]
+    rows: int
+    share: float
+    number: int
+
+
+class Record(NamedTuple):
+    """One action as it ran, in seconds since the first."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass
+class Task:
+    """What one walk of the list works on."""
+
+    program: Program
+    microbatches: Sequence[Microbatch]
+    step: int
+    training: bool = False
+    deferred: bool = False
+    groups: Sequence[Group] = ()
+    clip_norm: float | None = None
+    loss_scale: float = 1.0
+    values: list[dict[str, Any]] = field(default_factory=list)  # per microbatch: tensors, or futures of them
+    gradients: list[dict[str, Any]] = field(default_factory=list)
+    remaining: list[Counter[str]] = field(default_factory=list)
+    results: list[dict[str, Tensor]] = field(default_factory=list)
+    graphs: dict[tuple[int, int], tuple[dict[str, Tensor], dict[str, Tensor]]] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)  # the written ones, as this step advances them
+    sums: dict[tuple[str, int], Gradient] = field(default_factory=dict)  # (block, segment) -> gradient so far
+    norms: dict[str, Tensor] = field(default_factory=dict)
+    scale: Tensor | None = None  # of the gradients, before an update
+    norm: float | None = None
+    overflowed: bool = False
+    times: "array[float]" = field(default_factory=lambda: array("d"))
+
+    def records(self) -> list[Record]:
+        pairs = zip(self.times[::2], self.times[1::2], strict=True)
+        origin = self.times[0] if self.times else 0.0
+        return [Record(a, s - origin, e - origin) for a, (s, e) in zip(self.program.actions, pairs, strict=False)]
+
+
+class Executor:
+    """Runs tasks. Between two of them only updates may still be under way."""
+
+    def __init__(
+        self,
+        store: Store,
+        device: Device,
+        layout: Layout,
+        updater: Updater,
+        stash: Stash,
+        pool: Pool,
+        ledger: Ledger,
+        *,
+        seed: int,
+        overlap: bool,
+    ):
+        self.store, self.device, self.layout, self.updater = store, device, layout, updater
+        self.stash, self.pool, self.ledger = stash, pool, ledger
+        self.seed, self.overlap = seed, overlap
+        self.buffers: dict[str, Tensor] = {}  # those that live in memory: written ones, and what no block holds
+        self.worker = Lane("packhorse-update", 1)
+        self.pending: dict[str, Future[Any]] = {}  # block -> its update
+        self.fetched: dict[int, Fetched] = {}
+        self.in_flight: deque[Future[Any]] = deque()
+        self.handlers = {
+            "F": self._forward,
+            "R": self._recompute,
+            "B": self._backward,
+            "FETCH": self._fetch,
+            "EVICT": self._evict,
+            "STASH": self._stash,
+            "RESTORE": self._restore,
+            "STASHG": self._stash_gradients,
+            "RESTOREG": self._restore_gradients,
+            "PARK": self._park,
+            "NORM": self._norm,
+            "UPDATE": self._update,
+            "COMMIT": self._commit,
+        }
+
+    def run(self, task: Task) -> Task:
+        """The one loop."""
+        program = task.program
+        task.values = [dict(m.inputs) for m in task.microbatches]
+        task.gradients = [{} for _ in task.microbatches]
+        task.results = [{} for _ in task.microbatches]
+        task.remaining = [Counter(program.uses) for _ in task.microbatches]
+        written = [name for name, b in program.partition.graph.buffers.items() if b.written] if task.training else []
+        task.buffers = {name: self.buffers[name].clone() for name in written}
+        state = self.device.generator.get_state()
+        try:
+            for i, action in enumerate(program.actions):
+                task.times.append(time.perf_counter())
+                try:
+                    self.handlers[action.kind](task, action)
+                except BaseException as error:
+                    error.add_note(f"at {action} of the schedule: {show(program.actions, i)}")
+                    raise
+                task.times.append(time.perf_counter())
+        except BaseException:
+            self._abandon(task)
+            raise
+        finally:
+            self.device.generator.set_state(state)
+        self.buffers.update(task.buffers)
+        return task
+
+    def drain(self) -> None:
+        """Waits until all updates are done."""
+        pending, self.pending = dict(self.pending), {}
+        self.in_flight.clear()
+        failures = [error for error in (future.exception() for future in pending.values()) if error is not None]
+        if failures:
+            raise failures[0]
+
+    def submit_commit(self, commit: Callable[[], None]) -> None:
+        """Runs after the updates that are under way."""
+        self.pending["commit"] = self.worker.submit(commit)
+
+    def close(self) -> None:
+        self.worker.close()
+
+    def _abandon(self, task: Task) -> None:
+        """After a failure: nothing of the step stays behind, but what was already updated."""
+        task.graphs.clear()
+        for gradient in task.sums.values():
+            self.pool.give(gradient.flat.view(torch.uint8), "gradients")
+        task.sums.clear()
+        for fetched in self.fetched.values():
+            fetched.release()
+        self.fetched.clear()
+        for future in self.pending.values():
+            future.exception()
+        self.pending.clear()
+        self.in_flight.clear()
+        self.updater.forget_parked()
+        self.stash.clear()
+
+    # -- compute
+
+    def _segment(self, task: Task, action: Action) -> tuple[Segment, int]:
+        assert action.segment is not None and action.microbatch is not None
+        return task.program.partition.segments[action.segment], action.microbatch
+
+    def _take_inputs(self, task: Task, segment: Segment, k: int) -> dict[str, Tensor]:
+        """What the segment reads, waited for; counted down, and let go where this was the last use."""
+        values, remaining = task.values[k], task.remaining[k]
+        inputs = {}
+        for name in segment.inputs:
+            value = values[name] = self._wait(values[name])
+            inputs[name] = value
+            remaining[name] -= 1
+            if name not in task.microbatches[k].inputs:
+                self._let_go(values, remaining, name, k)
+        return inputs
+
+    def _let_go(self, values: dict[str, Any], remaining: Counter[str], name: str, k: int) -> None:
+        stashed = (name, k) in self.stash
+        if stashed or remaining[name] == 0:
+            values.pop(name)
+        if stashed and remaining[name] == 0:
+            self.stash.drop((name, k))
+
+    def _wait(self, value: Any) -> Tensor:
+        return value.result() if isinstance(value, Future) else value
+
+    def _run(
+        self, task: Task, segment: Segment, k: int, buffers: Mapping[str, Tensor], grad: bool
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The segment on fresh leaves."""
+        inputs = self._take_inputs(task, segment, k)
+        microbatch = task.microbatches[k]
+        rng = key_generator(self.device.generator, self.seed, task.step, microbatch.number)
+        leaves = {
+            name: tensor.detach().requires_grad_(grad and name in segment.differentiable_inputs)
+            for name, tensor in inputs.items()
+        }
+        fetched = self.fetched[segment.index].wait()
+        with torch.set_grad_enabled(grad):
+            outputs = segment(fetched, {**fetched, **self.buffers, **buffers}, leaves, rng, rows=microbatch.rows)
+        return leaves, outputs
+
+    def _forward(self, task: Task, action: Action) -> None:
+        segment, k = self._segment(task, action)
+        s = segment.index
+        kept = (s, k) in task.program.kept
+        if not kept and task.training:
+            for name in task.program.written(s):
+                task.values[k][_snapshot_name(s, name)] = task.buffers[name].clone()
+        leaves, outputs = self._run(task, segment, k, task.buffers, kept or (task.training and segment.needs_grad_mode))
+        if kept:
+            task.graphs[s, k] = (leaves, outputs)
+        wanted = task.remaining[k]
+        detached = {name: tensor.detach() for name, tensor in outputs.items()}
+        task.values[k].update({name: tensor for name, tensor in detached.items() if wanted[name]})
+        task.results[k].update({name: tensor for name, tensor in detached.items() if name in task.program.results})
+
+    def _recompute(self, task: Task, action: Action) -> None:
+        segment, k = self._segment(task, action)
+        snapshots = {}
+        for name in task.program.written(segment.index):
+            key = _snapshot_name(segment.index, name)
+            snapshots[name] = self._wait(task.values[k][key])
+            task.remaining[k][key] -= 1
+            self._let_go(task.values[k], task.remaining[k], key, k)
+        task.graphs[segment.index, k] = self._run(task, segment, k, snapshots, True)
+
+    def _backward(self, task: Task, action: Action) -> None:
+        segment, k = self._segment(task, action)
+        leaves, outputs = task.graphs.pop((segment.index, k))
+        fetched = self.fetched[segment.index].wait()
+        gradients = task.gradients[k]
+        seeds = {name: self._wait(gradients.pop(name)) for name in segment.outputs if name in gradients}
+        seeds |= {name: self._wait(gradients.pop(name)) for name in segment.inputs if name in gradients}
+        for name in segment.outputs:
+            if name in task.program.results and name not in seeds and outputs[name].requires_grad:
+                seeds[name] = self._seed(task, k, outputs[name])
+        found = segment.differentiate(fetched, leaves, outputs, seeds)
+        del leaves, outputs, seeds
+        for name in segment.parameters:
+            gradient = found.pop(name, None)
+            if gradient is not None:
+                self._accumulate(task, segment.index, name, gradient)
+        gradients.update(found)
+
+    def _seed(self, task: Task, k: int, loss: Tensor) -> Tensor:
+        """Where backward starts: the loss's share in the mean over the whole batch, times the loss scale."""
+        share = torch.tensor(task.microbatches[k].share, dtype=torch.float32) * task.loss_scale
+        return share.to(loss.dtype).to(loss.device)
+
+    def _accumulate(self, task: Task, s: int, name: str, gradient: Tensor) -> None:
+        block, slot = self.layout.places[name]
+        if not self.layout.states.get(block.name):
+            return  # trainable, but none of the optimizer's
+        key = (block.name, s)
+        if key not in task.sums:
+            dtype = block.kinds["master"]
+            flat = self.pool.take(block.numel * dtype.itemsize, "gradients").view(dtype)
+            task.sums[key] = Gradient(block, flat, s)
+        task.sums[key].add(slot, gradient)
+
+    # -- movement
+
+    def _fetch(self, task: Task, action: Action) -> None:
+        assert action.segment is not None
+        segment = task.program.partition.segments[action.segment]
+        graph = task.program.partition.graph
+        trainable = {n for n in segment.parameters if task.training and graph.parameters[n].trainable}
+        fetched = Fetched(self.store, self.device, self.layout.blocks_of(segment), segment, trainable, self.pending)
+        self.fetched[action.segment] = fetched
+        if not self.overlap:
+            fetched.wait()
+
+    def _evict(self, task: Task, action: Action) -> None:
+        assert action.segment is not None
+        self.fetched.pop(action.segment).release()
+
+    def _stash(self, task: Task, action: Action) -> None:
+        segment, k = self._segment(task, action)
+        values, s = task.values[k], segment.index
+        names = [*segment.outputs, *(_snapshot_name(s, name) for name in task.program.written(s))]
+        for name in names:
+            if name in values:
+                self.stash.put((name, k), values.pop(name))
+
+    def _restore(self, task: Task, action: Action) -> None:
+        segment, k = self._segment(task, action)
+        snapshots = [_snapshot_name(segment.index, name) for name in task.program.written(segment.index)]
+        for name in [*segment.inputs, *snapshots]:
+            if name not in task.values[k] and (name, k) in self.stash:
+                task.values[k][name] = self._start(self.stash.get((name, k)))
+
+    def _start(self, future: "Future[Tensor]") -> "Future[Tensor]":
+        if not self.overlap:
+            future.result()
+        return future
+
+    def _stash_gradients(self, task: Task, action: Action) -> None:
+        segment, k = self._segment(task, action)
+        gradients = task.gradients[k]
+        for name in segment.inputs:
+            if name in gradients:
+                self.stash.put(("gradient", name, k), gradients.pop(name))
+
+    def _restore_gradients(self, task: Task, action: Action) -> None:
+        segment, k = self._segment(task, action)
+        for name in (*segment.outputs, *segment.inputs):
+            key = ("gradient", name, k)
+            if key in self.stash:
+                task.gradients[k][name] = self._start(self.stash.get(key))
+                self.stash.drop(key)
+
+    # -- gradients, update, commit
+
+    def _hand_over(self, task: Task, s: int, block: Block) -> Gradient | None:
+        """A complete gradient, on its way to the host."""
+        gradient = task.sums.pop((block.name, s), None)
+        if gradient is not None:
+            gradient.flat, gradient.arrival = self.device.download(gradient.flat)
+        return gradient
+
+    def _park(self, task: Task, action: Action) -> None:
+        """Gradients wait: all of them if the update is deferred, else those of blocks that an earlier segment uses too."""
+        self._check_losses(task)
+        s = action.segment
+        assert s is not None
+        for name, segment in list(task.sums):
+            block = task.sums[name, segment].block
+            home = self.layout.home(block)
+            if segment == s and (task.deferred or home != s):
+                gradient = self._hand_over(task, s, block)
+                assert gradient is not None
+                norms = task.norms if task.deferred and home == s else None
+                self._submit(block.name, gradient, lambda g=gradient, n=norms: self.updater.park(g, n, check=not task.deferred))
+
+    def _norm(self, task: Task, action: Action) -> None:
+        """The norm of all gradients, as `clip_grad_norm_` takes it: of each tensor first, in the order of the model."""
+        self.drain()
+        order = [name for name in task.program.partition.graph.parameters if name in task.norms]
+        norms = [task.norms[name] / task.loss_scale for name in order]
+        if not norms:
+            return
+        total = torch.linalg.vector_norm(torch.stack(norms))
+        task.norm = float(total)
+        if not math.isfinite(task.norm):
+            bad = next((n for n, norm in zip(order, norms, strict=True) if not torch.isfinite(norm)), order[0])
+            if task.loss_scale != 1.0:
+                task.overflowed = True
+                return
+            s = self.layout.users[self.layout.places[bad][0].name][0]
+            raise NumericsError(
+                f"step {task.step}: the gradient of {bad} (segment {s}) is not finite; nothing was updated. Lower the "
+                "learning rate, or look at the batch"
+            )
+        if task.clip_norm is not None:
+            task.scale = torch.clamp(task.clip_norm / (total + 1e-6), max=1.0)
+        if task.loss_scale != 1.0:
+            task.scale = (1.0 if task.scale is None else task.scale) * torch.tensor(1.0 / task.loss_scale)
+
+    def _update(self, task: Task, action: Action) -> None:
+        self._check_losses(task)
+        s = action.segment
+        assert s is not None
+        if task.overflowed:
+            return
+        for block in self.layout.blocks:
+            if self.layout.home(block) == s:
+                gradient = self._hand_over(task, s, block)
+                arguments = (block, gradient, task.groups, task.scale)
+                self._submit(block.name, gradient, lambda a=arguments: self.updater.update(*a))
+
+    def _submit(self, block: str, gradient: Gradient | None, job: Callable[[], None]) -> None:
+        """Work for the update thread. One block may wait while another is worked on: more would pile up gradients."""
+
+        def work() -> None:
+            if gradient is not None:
+                self.device.wait_on_host(gradient.arrival)
+            job()
+
+        future = self.pending[block] = self.worker.submit(work)
+        self.in_flight.append(future)
+        while len(self.in_flight) > (1 if self.overlap else 0):
+            self.in_flight.popleft().result()
+
+    def _check_losses(self, task: Task) -> None:
+        for k, results in enumerate(task.results):
+            for loss in results.values():
+                if not torch.isfinite(loss):
+                    raise NumericsError(
+                        f"step {task.step}: the loss of microbatch {k} is {float(loss)}; nothing was updated. Look at that "
+                        "part of the batch, or lower the learning rate"
+                    )
+
+    def _commit(self, task: Task, action: Action) -> None:
+        """What is under way is part of the step; the trainer writes it down when it is done."""
+
+
+class Fetched:
+    """The parameters and buffers of a segment, on their way to the device or there."""
+
+    def __init__(
+        self,
+        store: Store,
+        device: Device,
+        blocks: Sequence[Block],
+        segment: Segment,
+        trainable: set[str],
+        pending: Mapping[str, "Future[Any]"],
+    ):
+        self.store, self.device, self.blocks = store, device, blocks
+        self.names = {*segment.parameters, *segment.buffers}
+        self.trainable = trainable
+        self.loans: list[Future[Loan]] = [self._start(block, pending.get(block.name)) for block in blocks]
+        self.tensors: dict[str, Tensor] | None = None
+        self.uploaded: list[Tensor] = []
+
+    def _start(self, block: Block, update: "Future[Any] | None") -> "Future[Loan]":
+        """Borrows a block as soon as its update, if one is under way, is done."""
+        loan: Future[Loan] = Future()
+
+        def borrow(finished: "Future[Any] | None") -> None:
+            failure = finished.exception() if finished is not None else None
+            if failure is not None:
+                loan.set_exception(failure)
+            else:
+                loan.set_result(self.store.borrow(block, block.running, urgent=True))
+
+        borrow(None) if update is None else update.add_done_callback(borrow)
+        return loan
+
+    def wait(self) -> dict[str, Tensor]:
+        if self.tensors is None:
+            self.tensors = {}
+            for block, future in zip(self.blocks, self.loans, strict=True):
+                host = future.result().ready.result()
+                flat, event = self.device.upload(host)
+                self.device.wait(event)
+                self.uploaded.append(flat)
+                for slot in block.slots:
+                    if slot.name in self.names:
+                        view = slot.view(flat).detach()
+                        self.tensors[slot.name] = view.requires_grad_(slot.name in self.trainable)
+        return self.tensors
+
+    def release(self) -> None:
+        for flat in self.uploaded:
+            self.device.release(flat)
+        self.tensors = None
+        self.uploaded.clear()
+        for future in self.loans:
+            if future.exception() is None:
+                loan = future.result()
+                loan.ready.exception()  # a read under way must end before its buffer serves another
+                loan.give_back()
+
+
+def _snapshot_name(segment: int, buffer: str) -> str:
+    return f"{buffer} before segment {segment}"

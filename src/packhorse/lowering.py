@@ -1,0 +1,151 @@
+"""Lowering: passes over a list of actions, each adding one concern.
+
+In: the compute actions of a generator. Out: the list that runs, with movement, update and commit. Every pass is a function
+from list to list, so a strategy is a generator and a choice of passes.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+
+from packhorse.schedule import Action
+
+COMPUTE = ("F", "R", "B")
+
+
+def recompute(actions: Sequence[Action], kept: Collection[int]) -> list[Action]:
+    """Before a backward whose graph is not kept, the segment runs forward again.
+
+    Kept are the graphs of the segments in `kept`, and those whose backward follows at once.
+    """
+    lowered: list[Action] = []
+    for action in actions:
+        kind, s, k = action
+        follows = bool(lowered) and lowered[-1] == Action("F", s, k)
+        if kind == "B" and s not in kept and not follows:
+            lowered.append(Action("R", s, k))
+        lowered.append(action)
+    return lowered
+
+
+def stash(actions: Sequence[Action]) -> list[Action]:
+    """Boundary values and gradients leave the device after they are made and come back before they are used."""
+    lowered: list[Action] = []
+    backward = {a.segment for a in actions if a.kind == "B"}
+    first, latest = min(backward, default=-1), max(backward, default=-1)  # type: ignore[type-var]
+    last = max(a.segment for a in actions if a.segment is not None)
+    for action in actions:
+        kind, s, k = action
+        assert s is not None
+        if kind in ("F", "R") and s > 0:
+            lowered.append(Action("RESTORE", s, k))
+        if kind == "B" and s != latest:
+            lowered.append(Action("RESTOREG", s, k))
+        lowered.append(action)
+        if kind == "F" and s < last:
+            lowered.append(Action("STASH", s, k))
+        if kind == "B" and s != first:
+            lowered.append(Action("STASHG", s, k))
+    return lowered
+
+
+def fetch(actions: Sequence[Action], *, once: bool = False) -> list[Action]:
+    """Each run of uses of a segment is preceded by its FETCH and followed by its EVICT.
+
+    A run ends where compute turns to another segment; with `once` a segment stays from its first use to its last.
+    """
+    turns = [a.segment for a in actions]
+    uses: dict[int, list[int]] = {}
+    for i, action in enumerate(actions):
+        if action.kind in COMPUTE and action.segment is not None:
+            uses.setdefault(action.segment, []).append(i)
+    first = {u[0]: s for s, u in uses.items()}
+    last = {u[-1]: s for s, u in uses.items()}
+    if not once:
+        compute = [i for i, a in enumerate(actions) if a.kind in COMPUTE]
+        for i, j in zip(compute, compute[1:], strict=False):
+            if turns[i] != turns[j]:
+                last[i], first[j] = turns[i], turns[j]  # type: ignore[assignment]
+    lowered: list[Action] = []
+    for i, action in enumerate(actions):
+        if i in first:
+            lowered.append(Action("FETCH", first[i]))
+        lowered.append(action)
+        if i in last:
+            lowered.append(Action("EVICT", last[i]))
+    return lowered
+
+
+def prefetch(actions: Sequence[Action], sizes: Mapping[int, int], budget: int, *, distance: int = 2) -> list[Action]:
+    """FETCH moves ahead, past other segments' compute, as long as what is then fetched stays within `budget` bytes.
+
+    RESTORE and RESTOREG move ahead by at most `distance` compute actions: what they bring is small, but it adds up.
+    A fetch stays behind the eviction that makes room for it, and behind its own segment's previous eviction.
+    """
+    lowered: list[Action] = []
+    live = 0
+    lives: list[int] = []  # bytes fetched after each action of `lowered`
+    for action in actions:
+        kind, s, _ = action
+        at = len(lowered)
+        if kind == "FETCH" and s is not None:
+            size = sizes[s]
+            while at > 0 and not (lowered[at - 1].kind in ("EVICT", "FETCH") and lowered[at - 1].segment == s):
+                if lowered[at - 1].kind == "FETCH" or lives[at - 1] + size > budget:
+                    break
+                at -= 1
+            lowered.insert(at, action)
+            before = lives[at - 1] if at else 0
+            lives[at:] = [before + size, *(n + size for n in lives[at:])]
+            live += size
+            continue
+        if kind in ("RESTORE", "RESTOREG"):
+            at = _ahead(lowered, action, distance)
+        lowered.insert(at, action)
+        if kind == "EVICT" and s is not None:
+            live -= sizes[s]
+            lives.append(live)
+        else:
+            lives.insert(at, lives[at - 1] if at else 0)
+    return lowered
+
+
+def _ahead(lowered: Sequence[Action], action: Action, distance: int) -> int:
+    """Where a restore may go: not before what it restores was stashed, nor past `distance` compute actions."""
+    at, passed = len(lowered), 0
+    made = "STASH" if action.kind == "RESTORE" else "STASHG"
+    while at > 0:
+        before = lowered[at - 1]
+        if before.kind == made and before.microbatch == action.microbatch:
+            break
+        if before.kind in ("RESTORE", "RESTOREG") or (
+            before.kind in COMPUTE and before[1:] == action[1:] and before.kind == "F"
+        ):
+            break
+        passed += before.kind in COMPUTE
+        if passed > distance:
+            break
+        at -= 1
+    return at
+
+
+def update(
+    actions: Sequence[Action], num_microbatches: int, *, deferred: bool = False, parks: Collection[int] = ()
+) -> list[Action]:
+    """A segment is updated as soon as its gradient is complete, or, deferred, when all are and the norm is known.
+
+    `parks` are segments whose gradient, or a part of it, waits for an earlier segment that uses the same parameter.
+    """
+    lowered: list[Action] = []
+    done: list[int] = []
+    for action in actions:
+        lowered.append(action)
+        kind, s, k = action
+        if kind == "B" and s is not None and k == num_microbatches - 1:
+            done.append(s)
+            if deferred or s in parks:
+                lowered.append(Action("PARK", s))
+            if not deferred:
+                lowered.append(Action("UPDATE", s))
+    if deferred:
+        lowered.append(Action("NORM"))
+        lowered += [Action("UPDATE", s) for s in sorted(done)]
+    return [*lowered, Action("COMMIT")]

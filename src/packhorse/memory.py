@@ -1,0 +1,132 @@
+"""Memory: where bytes are, who holds them, and where new ones come from.
+
+In: requests for buffers. Out: page-aligned tensors, and a ledger of live and peak bytes by tier and kind. Buffers are mapped
+rather than taken from malloc: freed, they go back to the operating system at once, and direct I/O may use them.
+"""
+
+import mmap
+import threading
+from collections import Counter, deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from packhorse.errors import BudgetError
+from packhorse.units import parse_bytes
+
+PAGE = 4096
+HUGE_PAGE = 2 << 20
+
+Tier = str  # "device", "host" or "disk"; on a machine without accelerator the device tier is the working part of RAM
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Budgets in bytes (or as `2GiB`); None: no limit but what the machine has."""
+
+    device: int | str | None = None
+    host: int | str | None = None
+    disk: int | str | None = None
+
+    def limit(self, tier: Tier) -> int | None:
+        found = {"device": self.device, "host": self.host, "disk": self.disk}[tier]
+        return None if found is None else parse_bytes(found)
+
+
+def read_budget(memory: "int | str | Memory | None") -> Memory:
+    """What the user gave as `memory`: on a machine without accelerator an amount is that of the whole process."""
+    if isinstance(memory, Memory):
+        budget = memory
+    elif torch.accelerator.is_available():
+        budget = Memory(device=memory)
+    else:
+        budget = Memory(host=memory)
+    for tier in ("device", "host", "disk"):
+        limit = budget.limit(tier)
+        if limit is not None and limit <= 0:
+            raise BudgetError(f"memory.{tier} is {limit} bytes, expected more than nothing; leave it out for no limit")
+    return budget
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process, as the operating system sees it."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * mmap.PAGESIZE
+    except OSError:  # no /proc: macOS, Windows
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def available_bytes() -> int:
+    """Memory that a new allocation may use without pushing anything out; where it is not told, a guess."""
+    try:
+        with open("/proc/meminfo") as file:
+            fields = dict(line.split(":") for line in file)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return 4 << 30
+
+
+class Ledger:
+    """Live and peak bytes by tier and kind. Safe to use from any thread."""
+
+    def __init__(self) -> None:
+        self.live: Counter[tuple[Tier, str]] = Counter()
+        self.peak: Counter[Tier] = Counter()
+        self._lock = threading.Lock()
+
+    def add(self, tier: Tier, kind: str, nbytes: int) -> None:
+        """Counts bytes that have come, or, negative, gone."""
+        with self._lock:
+            self.live[tier, kind] += nbytes
+            self.peak[tier] = max(self.peak[tier], self._total(tier))
+
+    def _total(self, tier: Tier) -> int:
+        return sum(nbytes for (where, _), nbytes in self.live.items() if where == tier)
+
+    def totals(self) -> dict[Tier, int]:
+        with self._lock:
+            return {tier: self._total(tier) for tier in ("device", "host", "disk")}
+
+
+def map_bytes(nbytes: int) -> Tensor:
+    """Zeroed, page-aligned memory of its own; given back when the tensor dies."""
+    region = mmap.mmap(-1, max(nbytes, PAGE))
+    if nbytes >= 2 * HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        region.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults, where the system allows
+    return torch.frombuffer(region, dtype=torch.uint8)[:nbytes]
+
+
+class Pool:
+    """Buffers that are used again. At most `idle` bytes wait unused; the rest goes back to the operating system."""
+
+    def __init__(self, ledger: Ledger, tier: Tier = "host", idle: int = 64 << 20):
+        self.ledger, self.tier, self.idle = ledger, tier, idle
+        self._waiting: deque[Tensor] = deque()
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int, kind: str) -> Tensor:
+        """A buffer of at least one page; what it holds is left over from its last use."""
+        nbytes = -(-nbytes // PAGE) * PAGE
+        self.ledger.add(self.tier, kind, nbytes)
+        with self._lock:
+            for buffer in self._waiting:
+                if buffer.nbytes == nbytes:
+                    self._remove(buffer)
+                    self.ledger.add(self.tier, "idle buffers", -nbytes)
+                    return buffer
+        return map_bytes(nbytes)
+
+    def give(self, buffer: Tensor, kind: str) -> None:
+        self.ledger.add(self.tier, kind, -buffer.nbytes)
+        with self._lock:
+            self._waiting.append(buffer)
+            self.ledger.add(self.tier, "idle buffers", buffer.nbytes)
+            while sum(b.nbytes for b in self._waiting) > self.idle:
+                self.ledger.add(self.tier, "idle buffers", -self._waiting.popleft().nbytes)
+
+    def _remove(self, buffer: Tensor) -> None:
+        self._waiting = deque(b for b in self._waiting if b is not buffer)

@@ -1,0 +1,284 @@
+"""Schedules: what is computed in which order, as a list of small values.
+
+In: how many segments and microbatches. Out: a list of `Action`, compute only; the passes in `lowering` add movement. The same
+list is checked, estimated, run and shown: `12F3` is the forward of segment 12 on microbatch 3, `7UPDATE` the update of segment 7.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from packhorse.errors import ScheduleError
+
+# kind -> what it means, and whether it names a segment and a microbatch.
+KINDS: dict[str, tuple[str, bool, bool]] = {
+    "F": ("run a segment forward", True, True),
+    "R": ("run it forward again, from what was stashed, to have its graph", True, True),
+    "B": ("run it backward", True, True),
+    "FETCH": ("start to bring its parameters to the device", True, False),
+    "EVICT": ("let them go", True, False),
+    "STASH": ("move what it made away from the device", True, True),
+    "RESTORE": ("start to bring what it reads back", True, True),
+    "STASHG": ("move the gradients it made of its inputs away from the device", True, True),
+    "RESTOREG": ("start to bring the gradients it needs back", True, True),
+    "PARK": ("its gradients are complete: let them wait in the store", True, False),
+    "NORM": ("all gradients are complete: find the global norm", False, False),
+    "UPDATE": ("its gradients are complete: start to update its parameters", True, False),
+    "COMMIT": ("the step is done: make it the store's version", False, False),
+}
+
+_TEXT = re.compile(r"(\d*)([A-Z]+)(\d*)")
+
+
+class Action(NamedTuple):
+    """One step of a schedule. Text and value convert into each other exactly."""
+
+    kind: str
+    segment: int | None = None
+    microbatch: int | None = None
+
+    def __str__(self) -> str:
+        segment = "" if self.segment is None else self.segment
+        return f"{segment}{self.kind}{'' if self.microbatch is None else self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Action":
+        match = _TEXT.fullmatch(text)
+        if not match or match[2] not in KINDS:
+            raise ScheduleError(f"{text!r} is no action; expected such as 12F3, 12FETCH or COMMIT, of {', '.join(KINDS)}")
+        _, takes_segment, takes_microbatch = KINDS[match[2]]
+        if bool(match[1]) != takes_segment or bool(match[3]) != takes_microbatch:
+            names = ["a segment before it"] * takes_segment + ["a microbatch after it"] * takes_microbatch
+            raise ScheduleError(f"{text!r} is no action; {match[2]} takes {' and '.join(names) or 'no number'}")
+        return cls(match[2], int(match[1]) if match[1] else None, int(match[3]) if match[3] else None)
+
+
+def parse(text: str) -> list[Action]:
+    """Actions from text, separated by white space."""
+    return [Action.parse(word) for word in text.split()]
+
+
+def show(actions: Iterable[Action], mark: int | None = None, around: int = 8) -> str:
+    """The list as text; with `mark`, only the neighbourhood of that action, which is put in brackets."""
+    words = [str(a) for a in actions]
+    if mark is None:
+        return " ".join(words)
+    start, stop = max(0, mark - around), mark + around + 1
+    shown = [f"[{w}]" if i == mark else w for i, w in enumerate(words[start:stop], start)]
+    return " ".join(["..."] * (start > 0) + shown + ["..."] * (stop < len(words)))
+
+
+def resident(num_segments: int, num_microbatches: int, backward: Collection[int]) -> list[Action]:
+    """One microbatch after another through the whole model, forward and backward, as the plain loop does."""
+    actions: list[Action] = []
+    for k in range(num_microbatches):
+        actions += [Action("F", s, k) for s in range(num_segments)]
+        actions += [Action("B", s, k) for s in reversed(range(num_segments)) if s in backward]
+    return actions
+
+
+def relay(num_segments: int, num_microbatches: int, backward: Collection[int]) -> list[Action]:
+    """Layer to layer: all microbatches through a segment before the next is touched, forward, then backward.
+
+    The last segment goes straight from forward to backward, so its graph is never needed twice.
+    """
+    last, microbatches = num_segments - 1, range(num_microbatches)
+    actions = [Action("F", s, k) for s in range(last) for k in microbatches]
+    for k in microbatches:
+        actions.append(Action("F", last, k))
+        actions += [Action("B", last, k)] * (last in backward)
+    actions += [Action("B", s, k) for s in reversed(range(last)) if s in backward for k in microbatches]
+    return actions
+
+
+def forward(num_segments: int, num_microbatches: int) -> list[Action]:
+    """Evaluation and prediction: the first half of a relay."""
+    return [Action("F", s, k) for s in range(num_segments) for k in range(num_microbatches)]
+
+
+def check(
+    actions: Sequence[Action], num_segments: int, num_microbatches: int, backward: Collection[int], *, moves: bool = True
+) -> None:
+    """Raises a `ScheduleError` that shows the first illegal action in its place and says why it is illegal.
+
+    `backward` are the segments that have a gradient to compute (none in evaluation). With `moves` the list must fetch what
+    it runs and restore what it stashed; without, only the order of compute is looked at, as a generator emits it.
+    """
+    state = _State(num_segments, num_microbatches, frozenset(backward), moves)
+    for i, action in enumerate(actions):
+        reason = state.advance(action)
+        if reason:
+            raise ScheduleError(f"{action} is illegal here: {reason}\n  {show(actions, i)}")
+    reason = state.finish()
+    if reason:
+        raise ScheduleError(f"the schedule ends too early: {reason}\n  {show(actions, len(actions) - 1)}")
+
+
+class _State:
+    """What has been done so far. `advance` returns why an action may not come now, or an empty text."""
+
+    def __init__(self, num_segments: int, num_microbatches: int, backward: frozenset[int], moves: bool):
+        self.num_segments, self.num_microbatches = num_segments, num_microbatches
+        self.backward, self.moves = backward, moves
+        self.fetched: set[int] = set()
+        self.forwards = [0] * num_segments  # microbatches run forward so far
+        self.backwards = [0] * num_segments
+        self.graphs: set[tuple[int, int]] = set()
+        self.away: set[tuple[str, int, int]] = set()  # stashed: values or gradients, segment, microbatch
+        self.restored: set[tuple[str, int, int]] = set()
+        self.parked: set[int] = set()
+        self.updated: set[int] = set()
+        self.normed = self.committed = False
+
+    def advance(self, action: Action) -> str:
+        kind, s, k = action
+        if self.committed:
+            return "nothing may follow COMMIT"
+        if s is not None and not 0 <= s < self.num_segments:
+            return f"there are {self.num_segments} segments"
+        if k is not None and not 0 <= k < self.num_microbatches:
+            return f"there are {self.num_microbatches} microbatches"
+        handler = {
+            "F": self._forward,
+            "R": self._recompute,
+            "B": self._backward,
+            "STASH": self._stash,
+            "RESTORE": self._restore,
+            "STASHG": self._stash_gradients,
+            "RESTOREG": self._restore_gradients,
+            "FETCH": self._fetch,
+            "EVICT": self._evict,
+            "PARK": self._park,
+            "UPDATE": self._update,
+        }.get(kind)
+        if handler is not None:
+            return handler(s, k) if k is not None else handler(s)  # type: ignore[operator,call-arg,arg-type]
+        return self._norm() if kind == "NORM" else self._commit()
+
+    def finish(self) -> str:
+        for s in range(self.num_segments):
+            if self.forwards[s] < self.num_microbatches:
+                return f"segment {s} ran forward on {self.forwards[s]} of {self.num_microbatches} microbatches"
+            if s in self.backward and self.backwards[s] < self.num_microbatches:
+                return f"segment {s} ran backward on {self.backwards[s]} of {self.num_microbatches} microbatches"
+            if self.moves and s in self.backward and s not in self.updated:
+                return f"segment {s} was not updated"
+        if self.moves and self.fetched:
+            return f"segment {min(self.fetched)} was not evicted"
+        return "" if self.committed or not (self.moves and self.backward) else "the step was not committed"
+
+    def _needs(self, s: int) -> str:
+        if s in self.updated:
+            return f"segment {s} is already updated, and would run on the next step's parameters"
+        return f"segment {s} is not fetched" if self.moves and s not in self.fetched else ""
+
+    def _has_inputs(self, s: int, k: int) -> str:
+        """Values of the segment before; those of earlier ones have been made before those."""
+        if s and ("values", s - 1, k) in self.away and ("values", s, k) not in self.restored:
+            return f"what segment {s - 1} made of microbatch {k} is stashed and was not restored"
+        return ""
+
+    def _forward(self, s: int, k: int) -> str:
+        if self.forwards[s] != k:
+            return f"microbatches pass a segment in order, and {self.forwards[s]} is next"
+        if s and self.forwards[s - 1] <= k:
+            return f"segment {s - 1} has not run on microbatch {k}"
+        reason = self._needs(s) or self._has_inputs(s, k)
+        self.forwards[s] += 1
+        self.graphs.add((s, k))
+        self.restored.discard(("values", s, k))
+        return reason
+
+    def _recompute(self, s: int, k: int) -> str:
+        if self.forwards[s] <= k:
+            return f"{s}F{k} has not run"
+        if self.backwards[s] > k:
+            return f"{s}B{k} has already run"
+        self.graphs.add((s, k))
+        reason = self._needs(s) or self._has_inputs(s, k)
+        self.restored.discard(("values", s, k))
+        return reason
+
+    def _backward(self, s: int, k: int) -> str:
+        if s not in self.backward:
+            return f"segment {s} has no gradient to compute"
+        if self.backwards[s] != k:
+            return f"microbatches pass a segment in order, and {self.backwards[s]} is next"
+        if (s, k) not in self.graphs:
+            return f"there is no graph: neither {s}F{k} nor {s}R{k} left one"
+        later = [t for t in self.backward if t > s]
+        if later and self.backwards[min(later)] <= k:
+            return f"{min(later)}B{k} has not run"
+        if later and ("gradients", min(later), k) in self.away and ("gradients", s, k) not in self.restored:
+            return f"the gradients that {min(later)}B{k} made are stashed and were not restored"
+        self.backwards[s] += 1
+        self.graphs.discard((s, k))
+        self.restored.discard(("gradients", s, k))
+        return self._needs(s)
+
+    def _stash(self, s: int, k: int) -> str:
+        if self.forwards[s] <= k:
+            return f"{s}F{k} has not run"
+        if ("values", s, k) in self.away:
+            return "it is already stashed"
+        self.away.add(("values", s, k))
+        return ""
+
+    def _restore(self, s: int, k: int) -> str:
+        if s and ("values", s - 1, k) not in self.away:
+            return f"what segment {s - 1} made of microbatch {k} is not stashed"
+        if ("values", s, k) in self.restored:
+            return "it is already restored"
+        self.restored.add(("values", s, k))
+        return ""
+
+    def _stash_gradients(self, s: int, k: int) -> str:
+        if self.backwards[s] <= k:
+            return f"{s}B{k} has not run"
+        self.away.add(("gradients", s, k))
+        return ""
+
+    def _restore_gradients(self, s: int, k: int) -> str:
+        later = [t for t in self.backward if t > s]
+        if later and ("gradients", min(later), k) not in self.away:
+            return f"the gradients that {min(later)}B{k} made are not stashed"
+        self.restored.add(("gradients", s, k))
+        return ""
+
+    def _fetch(self, s: int) -> str:
+        if s in self.fetched:
+            return f"segment {s} is already fetched"
+        self.fetched.add(s)
+        return f"segment {s} is already updated; the next step fetches it" if s in self.updated else ""
+
+    def _evict(self, s: int) -> str:
+        if s not in self.fetched:
+            return f"segment {s} is not fetched"
+        self.fetched.discard(s)
+        return ""
+
+    def _complete(self, s: int) -> str:
+        if s not in self.backward:
+            return f"segment {s} has no gradient"
+        done = self.backwards[s]
+        return "" if done == self.num_microbatches else f"its gradient is complete over {done} of {self.num_microbatches}"
+
+    def _park(self, s: int) -> str:
+        self.parked.add(s)
+        return self._complete(s)
+
+    def _norm(self) -> str:
+        waiting = [s for s in sorted(self.backward) if s not in self.parked]
+        self.normed = True
+        return f"the gradients of segment {waiting[0]} are not parked" if waiting else ""
+
+    def _update(self, s: int) -> str:
+        if s in self.updated:
+            return "it is already updated"
+        self.updated.add(s)
+        return self._complete(s)
+
+    def _commit(self) -> str:
+        self.committed = True
+        waiting = [s for s in sorted(self.backward) if s not in self.updated]
+        return f"segment {waiting[0]} is not updated" if waiting else ""

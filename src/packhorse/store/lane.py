@@ -1,0 +1,73 @@
+"""A lane: a few threads that move bytes between memory and files, the urgent first.
+
+They only wait for the disk, so they take little from the cores that compute.
+"""
+
+import itertools
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+
+class Lane:
+    """Jobs in order of urgency, then of arrival."""
+
+    def __init__(self, name: str, num_threads: int):
+        self._jobs: queue.PriorityQueue[tuple[int, int, Callable[[], None] | None]] = queue.PriorityQueue()
+        self._numbers = itertools.count()
+        self._threads = [threading.Thread(target=self._work, name=name, daemon=True) for _ in range(num_threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Callable[[], Any], *, urgent: bool = False) -> "Future[Any]":
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                result = job()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self._jobs.put((0 if urgent else 1, next(self._numbers), run))
+        return future
+
+    def submit_all(self, jobs: list[Callable[[], Any]], result: Any, *, urgent: bool = False) -> "Future[Any]":
+        """One future for several jobs: done with `result` when the last is, or failed with the first failure."""
+        future: Future[Any] = Future()
+        lock, waiting, failure = threading.Lock(), len(jobs), None
+
+        def finished(part: "Future[Any]") -> None:
+            nonlocal waiting, failure
+            with lock:
+                waiting -= 1
+                failure = failure or part.exception()
+                last = waiting == 0
+            if last and failure is not None:
+                future.set_exception(failure)
+            elif last:
+                future.set_result(result)
+
+        if not jobs:
+            future.set_result(result)
+        for job in jobs:
+            self.submit(job, urgent=urgent).add_done_callback(finished)
+        return future
+
+    def close(self) -> None:
+        """Finishes what was submitted."""
+        for _ in self._threads:
+            self._jobs.put((2, next(self._numbers), None))
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        while True:
+            job = self._jobs.get()[2]
+            if job is None:
+                return
+            job()
+            del job  # its buffers must not wait here for the next job

@@ -1,0 +1,84 @@
+"""What a store is: where the model lives, block by block, and how pieces of it are borrowed.
+
+A store knows bytes, not schedules. Whoever works on a piece borrows it, waits for it, and gives it back, dirty if it changed.
+In RAM a loan is a view and costs nothing; on disk it is a buffer that is read ahead and written behind.
+"""
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from packhorse.errors import PackhorseError
+from packhorse.memory import Ledger
+from packhorse.store.blocks import Block
+
+
+class Loan(Protocol):
+    """A piece of one kind of a block, on its way or here."""
+
+    ready: "Future[Tensor]"  # its elements, flat, in the kind's dtype
+
+    def give_back(self, dirty: bool = False) -> "Future[Any] | None":
+        """Ends the loan; a changed piece is written. What is returned tells when it has been."""
+        ...
+
+
+class Store(Protocol):
+    """Blocks by name. `slots` of a kind are versions: a write never touches the one that reads see."""
+
+    directory: str | None
+
+    def create(self, blocks: Sequence[Block], ledger: Ledger, identity: Mapping[str, Any]) -> None:
+        """Makes room for all kinds of all blocks, all zero."""
+        ...
+
+    def borrow(
+        self, block: Block, kind: str, start: int = 0, stop: int | None = None, *, read: bool = True, urgent: bool = False
+    ) -> Loan:
+        """Starts to bring elements `start` to `stop`; without `read` they need not be what they were."""
+        ...
+
+    def publish(self, block: Block) -> None:
+        """What has been written to the block since the last time is complete: from now on reads see it."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Link:
+    """A transfer rate, shared by all that moves over it: slows a store down on purpose, to test what hides behind what."""
+
+    def __init__(self, bytes_per_second: float | None):
+        if bytes_per_second is not None and not bytes_per_second > 0:
+            raise PackhorseError(f"bytes_per_second is {bytes_per_second}, expected a rate above 0, or None for full speed")
+        self.bytes_per_second = bytes_per_second
+        self._free_at = 0.0
+        self._lock = threading.Lock()
+
+    def reserve(self, nbytes: int) -> float:
+        """The time at which a transfer that is asked for now would be over."""
+        if self.bytes_per_second is None:
+            return 0.0
+        with self._lock:
+            self._free_at = max(self._free_at, time.perf_counter()) + nbytes / self.bytes_per_second
+            return self._free_at
+
+    def pass_through(self, nbytes: int) -> None:
+        """Returns when a transfer of so many bytes would be over."""
+        sleep_until(self.reserve(nbytes))
+
+
+def sleep_until(moment: float) -> None:
+    pause = moment - time.perf_counter()
+    if pause > 0:
+        time.sleep(pause)
+
+
+def done(result: Any) -> "Future[Any]":
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future
