@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import packhorse as ph
 from packhorse.graph.entry import bind, find_loss
 from packhorse.graph.graph import Rng
+from packhorse.keys import random_seed
+from packhorse.precision import CrossEntropyInFp32, list_casts
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -118,6 +120,181 @@ class Keyed(TorchDispatchMode):
 
 def seed_by_key(key: int | str) -> None:
     torch.default_generator.manual_seed(zlib.crc32(str(key).encode()))
+
+
+@dataclass
+class Run:
+    """What some steps of training leave behind."""
+
+    losses: list[float]
+    state: dict[str, Tensor]
+
+
+def split(batch: Any, microbatches: int) -> list[Any]:
+    """Microbatches along dimension 0, of equal size but for the last, as `torch.chunk` makes them."""
+    tensors, tree = torch.utils._pytree.tree_flatten(batch)
+    columns = [t.chunk(microbatches) for t in tensors]
+    return [torch.utils._pytree.tree_unflatten(list(row), tree) for row in zip(*columns, strict=True)]
+
+
+def train_plain(
+    model: nn.Module,
+    make_optimizer: Callable[[Any], torch.optim.Optimizer],
+    batches: list[Any],
+    loss: Loss | None = None,
+    *,
+    microbatches: int = 1,
+    clip_norm: float | None = None,
+    weight: Callable[[Any], float] | None = None,
+    make_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+    seed: int = 0,
+    keyed: bool = False,
+    precision: str = "fp32",
+) -> Run:
+    """The plain loop: microbatches in order, gradients summed by autograd, one optimizer step a batch.
+
+    `keyed` sets the generator by key before every random operation. With a precision, a second model in that precision runs
+    and its gradients are summed in fp32 in the first: exactly the casts that `list_casts` names.
+    """
+    model = copy.deepcopy(model).train()
+    working = _working_copy(model, precision)
+    optimizer = make_optimizer(model.parameters())
+    scheduler = make_scheduler(optimizer) if make_scheduler else None
+    casts = CrossEntropyInFp32() if precision != "fp32" else contextlib.nullcontext()
+    losses = []
+    scale = 65536.0 if precision == "fp16" else 1.0
+    for step, batch in enumerate(batches):
+        optimizer.zero_grad()
+        parts = split(batch, microbatches)
+        weights = [float(weight(p)) if weight else float(torch.utils._pytree.tree_leaves(p)[0].shape[0]) for p in parts]
+        _refresh(working, model)
+        total = None
+        for k, part in enumerate(parts):
+            part = _cast_inputs(part, precision)
+
+            def rng(op: int | str, step: int = step, k: int = k) -> None:
+                torch.default_generator.manual_seed(random_seed(seed, step, op, k))
+
+            with Keyed(rng) if keyed else contextlib.nullcontext(), casts:
+                args, kwargs = bind(working, part, loss is not None)
+                value = find_loss(working(*args, **kwargs), part, loss)
+                product = value.float() * (weights[k] / sum(weights))
+                (product * scale).backward()
+            total = product.detach() if total is None else total + product.detach()
+            _collect(working, model)
+        losses.append(float(total))
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        if scale != 1.0 and not all(g.isfinite().all() for g in gradients):
+            scale /= 2
+            continue
+        torch._foreach_mul_(gradients, 1 / scale)
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        optimizer.step()
+        if scheduler:
+            scheduler.step()
+    if working is not model:
+        for name, buffer in working.named_buffers():
+            model.get_buffer(name).copy_(buffer)
+    return Run(losses, {n: t.detach().clone() for n, t in model.state_dict().items()})
+
+
+def _working_copy(model: nn.Module, precision: str) -> nn.Module:
+    if precision == "fp32":
+        return model
+    working = copy.deepcopy(model)
+    dtypes = {cast.what: cast.dtype for cast in list_casts(model, precision)}
+    for name, parameter in working.named_parameters():
+        parameter.data = parameter.data.to(dtypes[name])
+    return working
+
+
+def _refresh(working: nn.Module, model: nn.Module) -> None:
+    if working is not model:
+        for ours, masters in zip(working.parameters(), model.parameters(), strict=True):
+            ours.data.copy_(masters.data)
+
+
+def _collect(working: nn.Module, model: nn.Module) -> None:
+    """Adds the working gradients of one microbatch to the masters', in fp32."""
+    if working is model:
+        return
+    for ours, masters in zip(working.parameters(), model.parameters(), strict=True):
+        if ours.grad is not None:
+            gradient = ours.grad.float()
+            masters.grad = gradient if masters.grad is None else masters.grad.add_(gradient)
+            ours.grad = None
+
+
+def _cast_inputs(batch: Any, precision: str) -> Any:
+    dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    cast = lambda t: t.to(dtype) if dtype is not None and t.is_floating_point() else t  # noqa: E731
+    return torch.utils._pytree.tree_map_only(Tensor, cast, batch)
+
+
+def train_by_segment_sums(
+    model: nn.Module,
+    partition: ph.Partition,
+    make_optimizer: Callable[[Any], torch.optim.Optimizer],
+    batches: list[Any],
+    *,
+    microbatches: int = 1,
+    clip_norm: float | None = None,
+    seed: int = 0,
+) -> Run:
+    """The oracle for ties: every segment's use of a parameter is a leaf of its own, all in one graph.
+
+    Gradients of a use are summed over microbatches by autograd; then the uses are summed from last to first.
+    """
+    model = copy.deepcopy(model).train()
+    optimizer = make_optimizer(model.parameters())
+    masters, buffers, graph = dict(model.named_parameters()), dict(model.named_buffers()), partition.graph
+    losses = []
+    for step, batch in enumerate(batches):
+        leaves = [
+            {n: masters[n].detach().to(graph.parameters[n].working).requires_grad_() for n in s.parameters}
+            for s in partition.segments
+        ]
+        sums: list[dict[str, Tensor]] = [{} for _ in leaves]
+        parts = split(batch, microbatches)
+        rows = [graph.batch.count_rows(p) for p in parts]
+        total = None
+        for k, part in enumerate(parts):
+
+            def rng(op: int | str, step: int = step, k: int = k) -> None:
+                torch.default_generator.manual_seed(random_seed(seed, step, op, k))
+
+            values = graph.inputs(part)
+            for segment, own in zip(partition.segments, leaves, strict=True):
+                values.update(segment(own, buffers, values, rng, rows=rows[k]))
+            product = partition.finish(values, rows[k]).float() * (rows[k] / sum(rows))
+            product.backward()
+            total = product.detach() if total is None else total + product.detach()
+            for own, summed in zip(leaves, sums, strict=True):
+                for name, leaf in own.items():
+                    if leaf.grad is not None:
+                        found = leaf.grad.to(masters[name].dtype)
+                        summed[name] = summed[name] + found if name in summed else found.clone()
+                        leaf.grad = None
+        optimizer.zero_grad()
+        for summed in reversed(sums):
+            for name, gradient in summed.items():
+                before = masters[name].grad
+                masters[name].grad = gradient if before is None else before + gradient
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        optimizer.step()
+        losses.append(float(total))
+    return Run(losses, {n: t.detach().clone() for n, t in model.state_dict().items()})
+
+
+def assert_same_run(trainer: ph.Trainer, losses: list[float], expected: Run, where: str = "") -> None:
+    """Bit-identical losses, parameters and buffers."""
+    assert losses == expected.losses, f"{where}: losses {losses} instead of {expected.losses}"
+    found = trainer.state_dict()
+    assert set(found) == set(expected.state), f"{where}: other names"
+    for name, tensor in expected.state.items():
+        assert torch.equal(found[name], tensor), f"{where}: {name} differs by {(found[name] - tensor).abs().max():.3g}"
 
 
 @contextlib.contextmanager

@@ -188,6 +188,7 @@ class Executor:
             raise
         finally:
             self.device.generator.set_state(state)
+        assert not self.stash, "what is stashed is used"
         self.buffers.update(task.buffers)
         return task
 
@@ -270,8 +271,8 @@ class Executor:
         segment, k = self._segment(task, action)
         s = segment.index
         kept = (s, k) in task.program.kept
-        if not kept and task.training:
-            for name in task.program.written(s):
+        for name in task.program.written(s):
+            if task.remaining[k][_snapshot_name(s, name)]:  # a recomputation needs it as it was
                 task.values[k][_snapshot_name(s, name)] = task.buffers[name].clone()
         leaves, outputs = self._run(task, segment, k, task.buffers, kept or (task.training and segment.needs_grad_mode))
         if kept:
@@ -397,7 +398,9 @@ class Executor:
                 gradient = self._hand_over(task, s, block)
                 assert gradient is not None
                 norms = task.norms if task.deferred and home == s else None
-                self._submit(block.name, gradient, lambda g=gradient, n=norms: self.updater.park(g, n, check=not task.deferred))
+                self._submit(
+                    block.name, gradient, lambda g=gradient, n=norms: self.updater.park(g, n, check=not task.deferred)
+                )
 
     def _norm(self, task: Task, action: Action) -> None:
         """The norm of all gradients, as `clip_grad_norm_` takes it: of each tensor first, in the order of the model."""

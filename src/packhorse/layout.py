@@ -25,7 +25,9 @@ class Layout:
 
     blocks: tuple[Block, ...]
     users: Mapping[str, tuple[int, ...]]
-    states: Mapping[str, Mapping[str, tuple[StateKind, ...]]]  # block -> tensor -> optimizer states; none if not updated
+    states: Mapping[
+        str, Mapping[str, tuple[StateKind, ...]]
+    ]  # block -> tensor -> optimizer states; none if not updated
 
     @cached_property
     def places(self) -> dict[str, tuple[Block, Slot]]:
@@ -45,9 +47,7 @@ class Layout:
         return self.users[block.name][0] if self.states.get(block.name) and self.users[block.name] else None
 
 
-def make_layout(
-    model: nn.Module, partition: Partition, stepper: Stepper, *, on_disk: bool, deferred: bool
-) -> Layout:
+def make_layout(model: nn.Module, partition: Partition, stepper: Stepper, *, on_disk: bool, deferred: bool) -> Layout:
     graph = partition.graph
     users = _find_users(partition)
     tensors: dict[str, Tensor] = dict([*model.named_parameters(), *model.named_buffers()])

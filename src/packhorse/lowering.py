@@ -4,6 +4,7 @@ In: the compute actions of a generator. Out: the list that runs, with movement, 
 from list to list, so a strategy is a generator and a choice of passes.
 """
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 
 from packhorse.schedule import Action
@@ -35,7 +36,7 @@ def stash(actions: Sequence[Action]) -> list[Action]:
     for action in actions:
         kind, s, k = action
         assert s is not None
-        if kind in ("F", "R") and s > 0:
+        if kind == "R" or (kind == "F" and s > 0):
             lowered.append(Action("RESTORE", s, k))
         if kind == "B" and s != latest:
             lowered.append(Action("RESTOREG", s, k))
@@ -47,10 +48,11 @@ def stash(actions: Sequence[Action]) -> list[Action]:
     return lowered
 
 
-def fetch(actions: Sequence[Action], *, once: bool = False) -> list[Action]:
+def fetch(actions: Sequence[Action], stays: Collection[int] = ()) -> list[Action]:
     """Each run of uses of a segment is preceded by its FETCH and followed by its EVICT.
 
-    A run ends where compute turns to another segment; with `once` a segment stays from its first use to its last.
+    A run ends where compute turns to another segment. Segments in `stays` stay from their first use to their last: a graph
+    that is kept holds on to the parameters it was made with.
     """
     turns = [a.segment for a in actions]
     uses: dict[int, list[int]] = {}
@@ -59,11 +61,12 @@ def fetch(actions: Sequence[Action], *, once: bool = False) -> list[Action]:
             uses.setdefault(action.segment, []).append(i)
     first = {u[0]: s for s, u in uses.items()}
     last = {u[-1]: s for s, u in uses.items()}
-    if not once:
-        compute = [i for i, a in enumerate(actions) if a.kind in COMPUTE]
-        for i, j in zip(compute, compute[1:], strict=False):
-            if turns[i] != turns[j]:
-                last[i], first[j] = turns[i], turns[j]  # type: ignore[assignment]
+    compute = [i for i, a in enumerate(actions) if a.kind in COMPUTE]
+    for i, j in itertools.pairwise(compute):
+        if turns[i] != turns[j] and turns[i] not in stays:
+            last[i] = turns[i]  # type: ignore[assignment]
+        if turns[i] != turns[j] and turns[j] not in stays:
+            first[j] = turns[j]  # type: ignore[assignment]
     lowered: list[Action] = []
     for i, action in enumerate(actions):
         if i in first:

@@ -50,6 +50,7 @@ class Stepper:
         self.optimizer = optimizer
         self.groups = self._find_groups(model)  # name -> index of its parameter group
         self._step = _find_step(type(optimizer))
+        self._has_state = any(optimizer.state.values())  # from training before, or made by the constructor
         self._kinds: dict[Any, tuple[StateKind, ...]] = {}
         self._tileable: dict[int, bool] = {}
 
@@ -135,7 +136,7 @@ class Stepper:
 
     def initial_state(self, parameter: Tensor) -> dict[str, Any]:
         """The states the optimizer's constructor makes for a parameter; most make none before the first step."""
-        if not any(self.optimizer.state.values()):
+        if not self._has_state:
             return {}
         accepted = inspect.signature(type(self.optimizer).__init__).parameters
         defaults = {k: v for k, v in self.optimizer.defaults.items() if k in accepted}
@@ -163,6 +164,8 @@ class Stepper:
             for tile, (a, b) in zip(tiles, bounds, strict=True):
                 tile.gradient = gradient.flatten()[a:b].clone()
                 self._step_probe(tile)
+        if any(tile.state.keys() != whole.state.keys() for tile in tiles):
+            return False
         for tile, (a, b) in zip(tiles, bounds, strict=True):
             pairs = [(whole.parameter, tile.parameter)]
             pairs += [(whole.state[k], v) for k, v in tile.state.items() if isinstance(v, Tensor)]
@@ -170,7 +173,7 @@ class Stepper:
                 expected = full.flatten()[a:b] if full.shape == whole.parameter.shape else full
                 if expected.shape != part.shape or not torch.equal(expected, part):
                     return False
-        return tiles[0].state.keys() == whole.state.keys()
+        return True
 
 
 _PRIMES = (3, 5, 7, 11, 13, 17, 19)
@@ -214,6 +217,6 @@ def _check(optimizer: Any) -> None:
 def refuse_sparse(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            raise OptimizerError(f"module {name!r} makes sparse gradients (sparse=True), which are not streamed; set sparse=False")
-
-
+            raise OptimizerError(
+                f"module {name!r} makes sparse gradients (sparse=True), which are not streamed; set sparse=False"
+            )

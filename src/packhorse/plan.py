@@ -54,8 +54,9 @@ class Plan:
         if not resident:
             actions = lowering.stash(lowering.recompute(actions, self.kept))
         actions = lowering.update(actions, num_microbatches, deferred=self.update == "deferred", parks=self.parks)
-        actions = lowering.fetch(actions, once=resident)
-        actions = lowering.prefetch(actions, sizes, self.prefetch_bytes)
+        stays = range(self.num_segments) if resident else self.kept
+        actions = lowering.fetch(actions, stays)
+        actions = lowering.prefetch(actions, sizes, self.prefetch_bytes + sum(sizes[s] for s in stays))
         schedule.check(actions, self.num_segments, num_microbatches, self.backward)
         return actions
 
@@ -118,7 +119,9 @@ class Case:
 def choose(case: Case, strategy: str, microbatches: int | None, memory: Memory, available: int) -> Plan:
     """The first that fits: graphs kept before recomputed, few microbatches before many."""
     if strategy == "pipeline":
-        raise PackhorseError("strategy='pipeline' needs several processes, which this version does not run; use 'relay'")
+        raise PackhorseError(
+            "strategy='pipeline' needs several processes, which this version does not run; use 'relay'"
+        )
     if strategy not in ("auto", "resident", "relay"):
         raise PackhorseError(f"strategy is {strategy!r}, expected 'auto', 'resident', 'relay' or 'pipeline'")
     if microbatches is not None and (isinstance(microbatches, bool) or microbatches < 1):
@@ -186,7 +189,9 @@ def _bound(case: Case, plan: Plan) -> dict[str, int]:
         sum(b.nbytes(b.running) for b in layout.blocks_of(s) if layout.home(b) is not None)
         for s in case.partition.segments
     ]
-    boundaries = [sum(case.partition.graph.values[i].nbytes for i in s._binding.outputs) * share for s in case.partition.segments]
+    boundaries = [
+        sum(case.partition.graph.values[i].nbytes for i in s._binding.outputs) * share for s in case.partition.segments
+    ]
     if resident:
         gradients = sum(sums) + max(fresh)
         activations = sum(made) + max(made)
@@ -221,13 +226,15 @@ def _spend(case: Case, plan: Plan, budget: int) -> Plan:
     left, share = budget - plan.peak_bytes, plan.rows / case.partition.graph.batch.rows
     kept: list[int] = []
     for s in sorted(case.backward, reverse=True)[1:]:
-        cost = int(case.activations[s] * share * plan.microbatches)
+        cost = int(case.activations[s] * share * plan.microbatches) + (case.weights[s] if case.on_disk else 0)
         if cost > left:
             break
         kept.append(s)
         left -= cost
     stash = max(left, 0) if case.on_disk else 1 << 62
-    peak = {**plan.peak, "graphs": int(sum(case.activations[s] for s in kept) * share * plan.microbatches)}
+    peak = {**plan.peak, "graphs": max(budget - plan.peak_bytes - left, 0), "stash": plan.peak["stash"] + stash}
+    if not case.on_disk:
+        peak["stash"] = plan.peak["stash"]
     reasons = (f"graphs of {len(kept)} segments are kept: the budget leaves room",) if kept else ()
     return replace(plan, kept=frozenset(kept), stash_bytes=stash, peak=peak, reasons=reasons)
 
@@ -236,9 +243,5 @@ def _made_bytes(segment: Segment) -> int:
     total = 0
     for node in segment.nodes:
         shared = {result for result, _ in node.operation.aliases}
-        total += sum(
-            segment.graph.values[ref].nbytes for i, ref in enumerate(node.results) if i not in shared
-        )
+        total += sum(segment.graph.values[ref].nbytes for i, ref in enumerate(node.results) if i not in shared)
     return total
-
-

@@ -45,7 +45,9 @@ class Action(NamedTuple):
     def parse(cls, text: str) -> "Action":
         match = _TEXT.fullmatch(text)
         if not match or match[2] not in KINDS:
-            raise ScheduleError(f"{text!r} is no action; expected such as 12F3, 12FETCH or COMMIT, of {', '.join(KINDS)}")
+            raise ScheduleError(
+                f"{text!r} is no action; expected such as 12F3, 12FETCH or COMMIT, of {', '.join(KINDS)}"
+            )
         _, takes_segment, takes_microbatch = KINDS[match[2]]
         if bool(match[1]) != takes_segment or bool(match[3]) != takes_microbatch:
             names = ["a segment before it"] * takes_segment + ["a microbatch after it"] * takes_microbatch
@@ -97,7 +99,12 @@ def forward(num_segments: int, num_microbatches: int) -> list[Action]:
 
 
 def check(
-    actions: Sequence[Action], num_segments: int, num_microbatches: int, backward: Collection[int], *, moves: bool = True
+    actions: Sequence[Action],
+    num_segments: int,
+    num_microbatches: int,
+    backward: Collection[int],
+    *,
+    moves: bool = True,
 ) -> None:
     """Raises a `ScheduleError` that shows the first illegal action in its place and says why it is illegal.
 
@@ -205,7 +212,7 @@ class _State:
         if self.backwards[s] != k:
             return f"microbatches pass a segment in order, and {self.backwards[s]} is next"
         if (s, k) not in self.graphs:
-            return f"there is no graph: neither {s}F{k} nor {s}R{k} left one"
+            return f"there is no graph: neither {s}F{k} nor {s}R{k} left one that still has its parameters"
         later = [t for t in self.backward if t > s]
         if later and self.backwards[min(later)] <= k:
             return f"{min(later)}B{k} has not run"
@@ -255,13 +262,16 @@ class _State:
         if s not in self.fetched:
             return f"segment {s} is not fetched"
         self.fetched.discard(s)
+        self.graphs = {(t, k) for t, k in self.graphs if t != s}  # a graph needs the parameters it was made with
         return ""
 
     def _complete(self, s: int) -> str:
         if s not in self.backward:
             return f"segment {s} has no gradient"
         done = self.backwards[s]
-        return "" if done == self.num_microbatches else f"its gradient is complete over {done} of {self.num_microbatches}"
+        return (
+            "" if done == self.num_microbatches else f"its gradient is complete over {done} of {self.num_microbatches}"
+        )
 
     def _park(self, s: int) -> str:
         self.parked.add(s)

@@ -191,7 +191,9 @@ class Trainer:
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
                 value = self._read(name)
                 if tensor.is_meta:
-                    raise PackhorseError(f"{name} is on the meta device; load_into needs a model with memory, such as .to_empty()")
+                    raise PackhorseError(
+                        f"{name} is on the meta device; load_into needs a model with memory, such as .to_empty()"
+                    )
                 if tensor.untyped_storage().nbytes() < tensor.nbytes:
                     tensor.data = value.to(tensor.dtype)
                 else:
@@ -220,7 +222,12 @@ class Trainer:
 
     def _capture(self, mode: Mode, batch: Any) -> Graph:
         graph = capture(
-            self.model, batch, self.loss, mode=mode, device=self._device.name.partition(":")[0], precision=self.precision
+            self.model,
+            batch,
+            self.loss,
+            mode=mode,
+            device=self._device.name.partition(":")[0],
+            precision=self.precision,
         )
         self._graphs[mode, len(self._graphs)] = graph
         return graph
@@ -562,5 +569,3 @@ def _check_choices(precision: str, durability: str, update: str, clip_norm: floa
             raise PackhorseError(f"{name} is {found!r}, expected one of {', '.join(allowed)}")
     if clip_norm is not None and not clip_norm > 0:
         raise PackhorseError(f"clip_norm is {clip_norm}, expected a norm above 0, or None not to clip")
-
-

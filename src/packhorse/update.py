@@ -216,7 +216,9 @@ class Updater:
             size = TILE if self.stepper.is_tileable(slot.name) else b - a
             for at in range(a, b, size):
                 end = min(at + size, b)
-                self._step_tile(block, slot, at, end, start, flats, gradient, groups, advanced, whole and end - at == b - a)
+                self._step_tile(
+                    block, slot, at, end, start, flats, gradient, groups, advanced, whole and end - at == b - a
+                )
 
     def _step_tile(
         self,
@@ -242,7 +244,7 @@ class Updater:
             for kind in kinds:
                 stored = cut(flats[kind.name]) if kind.large else small.values[slot.name, kind.name].clone()
                 state[kind.name] = stored
-        elif whole or not state:
+        else:
             state = self.stepper.initial_state(cut(flats[MASTER]))
         piece = Piece(self.stepper.groups[slot.name], cut(flats[MASTER]), cut(gradient), state)
         self.stepper.step(groups, [piece])

@@ -27,9 +27,7 @@ class Entry(nn.Module):
     not take is left to the loss: dict keys it does not name, and the last element of a tuple unless it is required.
     """
 
-    def __init__(
-        self, model: nn.Module, spec: BatchSpec, loss: Loss | None, mode: Mode, precision: Precision = "fp32"
-    ):
+    def __init__(self, model: nn.Module, spec: BatchSpec, loss: Loss | None, mode: Mode, precision: Precision = "fp32"):
         super().__init__()
         self.model = model
         self.spec = spec

@@ -62,7 +62,11 @@ def export_graph(entry: Entry, guards: tuple[Guard, ...], packed: bool, device: 
         _place_in_memory(tensor): name
         for name, tensor in [*entry.model.named_parameters(), *entry.model.named_buffers()]
     }
-    with faithful(entry, guards, packed) as facts, faked(entry.model, mode, device, entry.precision), torch.enable_grad():
+    with (
+        faithful(entry, guards, packed) as facts,
+        faked(entry.model, mode, device, entry.precision),
+        torch.enable_grad(),
+    ):
         program = _trace(entry, mode, device)
     converter = _Converter(program, entry.spec, parameters, buffers, originals, device)
     converter.convert()
@@ -94,7 +98,8 @@ def _trace(entry: Entry, mode: FakeTensorMode, device: torch.device) -> Exported
     with mode:
         inputs = tuple(
             cast_floats(
-                torch.empty((rows, *leaf.shape[1:]) if leaf.batched else leaf.shape, dtype=leaf.dtype, device=device), working
+                torch.empty((rows, *leaf.shape[1:]) if leaf.batched else leaf.shape, dtype=leaf.dtype, device=device),
+                working,
             )
             for leaf in spec.leaves
         )

@@ -213,7 +213,9 @@ def faked(model: nn.Module, mode: FakeTensorMode, device: torch.device, precisio
         if id(tensor) not in fakes:
             cast = isinstance(tensor, nn.Parameter) and tensor.is_floating_point() and id(tensor) not in uncast
             dtype = working if cast and working is not None else tensor.dtype
-            released = tensor.untyped_storage().nbytes() < tensor.nbytes and not tensor.is_meta  # its values are in a store
+            released = (
+                tensor.untyped_storage().nbytes() < tensor.nbytes and not tensor.is_meta
+            )  # its values are in a store
             stride = torch.empty(tensor.shape, device="meta").stride() if released else tensor.stride()
             with mode:
                 image = torch.empty_strided(tensor.shape, stride, dtype=dtype, device=device)

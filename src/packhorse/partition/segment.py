@@ -177,6 +177,8 @@ def _depends_on_grad_mode(graph: Graph, node: Node) -> bool:
     target = node.operation.target
     if target in graph.blocks or target.startswith(_RECURRENT):
         return True
-    if target.startswith("aten.scaled_dot_product_attention"):  # a bias that needs a gradient rules the fused kernel out
+    if target.startswith(
+        "aten.scaled_dot_product_attention"
+    ):  # a bias that needs a gradient rules the fused kernel out
         return any(graph.values[ref].type.differentiable for ref in node.operands[3:4])
     return False

@@ -6,4 +6,16 @@ from packhorse.store.ram import RamStore
 from packhorse.store.stash import Stash
 from packhorse.store.store import Loan, Store
 
-__all__ = ["GRADIENT", "MASTER", "WORKING", "Block", "DiskStore", "Loan", "RamStore", "Slot", "Stash", "Store", "make_block"]
+__all__ = [
+    "GRADIENT",
+    "MASTER",
+    "WORKING",
+    "Block",
+    "DiskStore",
+    "Loan",
+    "RamStore",
+    "Slot",
+    "Stash",
+    "Store",
+    "make_block",
+]

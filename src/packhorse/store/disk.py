@@ -1,10 +1,10 @@
 """The store on disk: one file a kind, direct I/O, versions in numbered slots, a manifest that says which slot is current.
 
-    store.json       what is stored: model, blocks, kinds; written once
-    manifest.json    the last committed step: which slot of each block and kind is current, and the run's own facts
-    small-N.safetensors   what is too small for blocks: written buffers, scalar optimizer states
-    KIND.bin         the slots of all blocks
-    stash.bin        boundary values of the step that runs; of no use afterwards
+store.json       what is stored: model, blocks, kinds; written once
+manifest.json    the last committed step: which slot of each block and kind is current, and the run's own facts
+small-N.safetensors   what is too small for blocks: written buffers, scalar optimizer states
+KIND.bin         the slots of all blocks
+stash.bin        boundary values of the step that runs; of no use afterwards
 """
 
 import errno
@@ -68,7 +68,12 @@ class DiskStore:
                 self._files[kind] = File(self.path / f"{kind}.bin", nbytes)
         except OSError as error:
             raise StoreError(f"{self.path} cannot hold the store: {error.strerror or error}") from None
-        described = {"format": FORMAT, "identity": dict(identity), "blocks": _describe(blocks), "versions": self.versions}
+        described = {
+            "format": FORMAT,
+            "identity": dict(identity),
+            "blocks": _describe(blocks),
+            "versions": self.versions,
+        }
         _replace(self.path / "store.json", json.dumps(described))
         (self.path / "manifest.json").unlink(missing_ok=True)
         ledger.add("disk", "store", sum(sizes.values()))
@@ -81,7 +86,9 @@ class DiskStore:
         if found["identity"] != json.loads(json.dumps(dict(identity))):
             raise StoreError(f"{self.path} belongs to another model: {_difference(found['identity'], identity)}")
         if found["blocks"] != json.loads(json.dumps(_describe(blocks))):
-            raise StoreError(f"{self.path} was cut into other blocks; resume with the segments and precision it was made with")
+            raise StoreError(
+                f"{self.path} was cut into other blocks; resume with the segments and precision it was made with"
+            )
         self.versions = found["versions"]
         self._lay_out(blocks, ledger)
         sizes = self._sizes()
@@ -164,7 +171,9 @@ class DiskStore:
         slots = self._offsets[block.name, kind]
         slot = self._written_slot(block) if write else self._current[block.name]
         offset = slots[slot if len(slots) > 1 else 0] + loan.start * block.kinds[kind].itemsize
-        return self.move(self._files[kind], loan.buffer, offset, loan.result, f"block {block.name} ({kind})", write, urgent)
+        return self.move(
+            self._files[kind], loan.buffer, offset, loan.result, f"block {block.name} ({kind})", write, urgent
+        )
 
     def move(
         self, file: "File", buffer: Tensor, offset: int, result: Any, what: str, write: bool, urgent: bool
@@ -190,7 +199,9 @@ class DiskStore:
     def commit(self, facts: Mapping[str, Any], small: Mapping[str, Tensor]) -> None:
         """Makes what was published, and these facts, the store's version, in one atomic step."""
         number = int(facts["step"]) % 2
-        save_file({name: tensor.contiguous() for name, tensor in small.items()}, self.path / f"small-{number}.safetensors")
+        save_file(
+            {name: tensor.contiguous() for name, tensor in small.items()}, self.path / f"small-{number}.safetensors"
+        )
         manifest = {**facts, "format": FORMAT, "small": number, "slots": list(self._current.values())}
         _replace(self.path / "manifest.json", json.dumps(manifest))
 
@@ -207,13 +218,25 @@ class DiskStore:
 class DiskLoan:
     """A buffer that is being filled from a file, and written back if it comes home dirty."""
 
-    def __init__(self, store: DiskStore, block: Block, kind: str, start: int, stop: int, read: bool, urgent: bool, buffer: Tensor | None):
+    def __init__(
+        self,
+        store: DiskStore,
+        block: Block,
+        kind: str,
+        start: int,
+        stop: int,
+        read: bool,
+        urgent: bool,
+        buffer: Tensor | None,
+    ):
         self.store, self.block, self.kind, self.start = store, block, kind, start
         dtype = block.kinds[kind]
         self.role = "weights" if kind == block.running else "update buffers"
         self.own = buffer is None
         self.buffer = (
-            store.take_buffer((stop - start) * dtype.itemsize, self.role) if buffer is None else buffer.view(torch.uint8)
+            store.take_buffer((stop - start) * dtype.itemsize, self.role)
+            if buffer is None
+            else buffer.view(torch.uint8)
         )
         self.result = self.buffer.view(dtype)
         self.ready: Future[Tensor] = (
@@ -302,4 +325,3 @@ def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(f"{path.name}.new")
     temporary.write_text(text)
     os.replace(temporary, path)
-

@@ -33,7 +33,14 @@ class RamStore:
         return self._memory[block.name, kind]
 
     def borrow(
-        self, block: Block, kind: str, start: int = 0, stop: int | None = None, *, read: bool = True, urgent: bool = False
+        self,
+        block: Block,
+        kind: str,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        read: bool = True,
+        urgent: bool = False,
     ) -> "RamLoan":
         piece = self._memory[block.name, kind][start : block.numel if stop is None else stop]
         return RamLoan(piece, self.link, read)

@@ -113,6 +113,9 @@ class Stash:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._kept
 
+    def __len__(self) -> int:
+        return len(self._kept)
+
     def clear(self) -> None:
         """Forgets everything: the step is over, or has failed."""
         for key in list(self._kept):

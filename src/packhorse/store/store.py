@@ -37,7 +37,14 @@ class Store(Protocol):
         ...
 
     def borrow(
-        self, block: Block, kind: str, start: int = 0, stop: int | None = None, *, read: bool = True, urgent: bool = False
+        self,
+        block: Block,
+        kind: str,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        read: bool = True,
+        urgent: bool = False,
     ) -> Loan:
         """Starts to bring elements `start` to `stop`; without `read` they need not be what they were."""
         ...
@@ -54,7 +61,9 @@ class Link:
 
     def __init__(self, bytes_per_second: float | None):
         if bytes_per_second is not None and not bytes_per_second > 0:
-            raise PackhorseError(f"bytes_per_second is {bytes_per_second}, expected a rate above 0, or None for full speed")
+            raise PackhorseError(
+                f"bytes_per_second is {bytes_per_second}, expected a rate above 0, or None for full speed"
+            )
         self.bytes_per_second = bytes_per_second
         self._free_at = 0.0
         self._lock = threading.Lock()
