@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from reference import assert_same_run, train_by_segment_sums, train_plain
 from torch import Tensor, nn
-from toys import ZOO, zoo
 
 import packhorse as ph
 import packhorse.trainer
+from reference import assert_same_run, train_by_segment_sums, train_plain
+from toys import ZOO, zoo
 
 STEPS = 5
 
@@ -232,7 +232,7 @@ def test_precision(name: str, precision: str, tmp_path: Path) -> None:
 def test_overflow_changes_nothing() -> None:
     model, make, loss = make_mlp()
     trainer, _ = train(model, adamw, [make(4)], loss, precision="fp16", microbatches=2)
-    before = {name: tensor for name, tensor in trainer.state_dict().items()}
+    before = dict(trainer.state_dict())
     assert trainer.scaler is not None
     trainer.scaler.scale = 1e30
     trainer.step(make(4))

@@ -17,6 +17,7 @@ from packhorse.memory import Memory
 from packhorse.partition import Partition, Segment, partition
 from packhorse.store import DiskStore, RamStore
 from packhorse.trainer import Trainer
+from packhorse.verify import Verification, verify
 
 __all__ = [
     "BatchError",
@@ -36,6 +37,8 @@ __all__ = [
     "Segment",
     "StoreError",
     "Trainer",
+    "Verification",
     "capture",
     "partition",
+    "verify",
 ]

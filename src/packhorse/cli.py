@@ -1,18 +1,33 @@
 """The command line: the same verbs over the same values as the library."""
 
 import json
+import resource
+import time
+from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from packhorse.data import open_data
 from packhorse.errors import PackhorseError
 from packhorse.graph import capture
 from packhorse.models import load_task
 from packhorse.partition import partition
-from packhorse.report import cuts_table, describe_cuts, describe_partition, partition_table
-from packhorse.units import parse_bytes
+from packhorse.report import (
+    cuts_table,
+    describe_cuts,
+    describe_partition,
+    describe_verification,
+    partition_table,
+    verification_table,
+)
+from packhorse.trainer import Trainer
+from packhorse.units import format_bytes, parse_bytes
+from packhorse.verify import verify as verify_model
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, help="Train neural networks larger than the memory at hand."
@@ -58,6 +73,145 @@ def inspect(
     console.print(partition_table(chosen))
     if cuts:
         console.print(cuts_table(graph))
+
+
+OPTIMIZERS = {
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+    "adafactor": torch.optim.Adafactor,
+    "adagrad": torch.optim.Adagrad,
+    "nadam": torch.optim.NAdam,
+    "rmsprop": torch.optim.RMSprop,
+}
+
+Model = Annotated[
+    str, typer.Option(help="A built-in name, file.py:function, or a directory with a Hugging Face config.json.")
+]
+Rows = Annotated[int, typer.Option(min=1, help="Rows of a batch.")]
+Optimizer = Annotated[str, typer.Option(help=f"One of {', '.join(OPTIMIZERS)}.")]
+Rate = Annotated[float, typer.Option("--lr", help="Learning rate.")]
+PrecisionName = Annotated[str, typer.Option(help="fp32, bf16 or fp16; masters stay fp32.")]
+Microbatches = Annotated[int | None, typer.Option(min=1, help="Into how many a batch is split. Default: planned.")]
+Memory = Annotated[
+    str | None, typer.Option(help="Budget, such as 2GiB: of the whole process where there is no accelerator.")
+]
+Store = Annotated[Path | None, typer.Option(help="Directory of the store on disk. Default: RAM.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+@app.command()
+def train(
+    model: Model,
+    data: Annotated[
+        str | None,
+        typer.Option(help="Text, read as bytes (a file, a directory, or 'python'), or a safetensors file of columns."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="The step at which to stop.")] = 10,
+    rows: Rows = 8,
+    memory: Memory = None,
+    store: Store = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the store, if it holds one.")] = False,
+    precision: PrecisionName = "fp32",
+    microbatches: Microbatches = None,
+    strategy: Annotated[str, typer.Option(help="auto, resident or relay.")] = "auto",
+    optimizer: Optimizer = "adamw",
+    rate: Rate = 3e-4,
+    clip_norm: Annotated[float | None, typer.Option(help="Clip gradients to this global norm.")] = None,
+    weights: Annotated[Path | None, typer.Option(help="First weights: a safetensors file or directory.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the model's first values, the data and dropout.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Train a model in the memory there is. A model larger than that needs --store."""
+    torch.manual_seed(seed)
+    task = load_task(model, rows=rows)
+    batches = open_data(data, task, rows, seed)
+    trainer = Trainer(
+        task.model,
+        _make_optimizer(optimizer, task.model, rate),
+        task.example,
+        loss=task.loss,
+        strategy=strategy,  # type: ignore[arg-type]  # the trainer checks these
+        microbatches=microbatches,
+        precision=precision,  # type: ignore[arg-type]
+        memory=memory,
+        store=store,
+        resume=resume,
+        clip_norm=clip_norm,
+        weights=weights,
+        data=batches,
+        seed=seed,
+    )
+    console = Console(quiet=as_json)
+    console.print(Text(str(trainer.plan)))
+    state = sum(block.all_nbytes for block in trainer._layout.blocks)
+    console.print(f"training state: {format_bytes(state)} in {store or 'RAM'}; starting at step {trainer.steps}")
+    columns = (
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(),
+        TextColumn("{task.description}"),
+        TimeRemainingColumn(),
+    )
+    with trainer, Progress(*columns, console=console, disable=as_json) as progress:
+        bar = progress.add_task("", total=steps, completed=trainer.steps)
+        for batch in batches:
+            if trainer.steps >= steps:
+                break
+            started = time.perf_counter()
+            loss = trainer.step(batch)
+            seconds = time.perf_counter() - started
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            if as_json:
+                typer.echo(json.dumps({"step": trainer.steps, "loss": loss, "seconds": seconds, "peak_bytes": peak}))
+            text = f"loss {loss:.4f}  {seconds:.2f} s/step  peak {format_bytes(peak)}"
+            progress.update(bar, completed=trainer.steps, description=text)
+            if not console.is_terminal or trainer.steps in (1, steps) or trainer.steps % max(steps // 10, 1) == 0:
+                progress.console.print(f"step {trainer.steps}: {text}")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    console.print(f"memory: planned at most {format_bytes(trainer.plan.peak_bytes)}, measured {format_bytes(peak)}")
+
+
+def _make_optimizer(name: str, model: torch.nn.Module, rate: float) -> torch.optim.Optimizer:
+    if name not in OPTIMIZERS:
+        raise PackhorseError(f"--optimizer is {name!r}, expected one of {', '.join(OPTIMIZERS)}")
+    extra = {"momentum": 0.9} if name == "sgd" else {}
+    return OPTIMIZERS[name](model.parameters(), lr=rate, **extra)
+
+
+@app.command()
+def verify(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="As for `inspect`.")],
+    steps: Annotated[int, typer.Option(min=1, help="How many steps to compare.")] = 3,
+    rows: Rows = 4,
+    microbatches: Annotated[int, typer.Option(min=1, help="Into how many a batch is split.")] = 2,
+    store: Store = None,
+    precision: PrecisionName = "fp32",
+    optimizer: Optimizer = "adamw",
+    rate: Rate = 3e-4,
+    clip_norm: Annotated[float | None, typer.Option(help="Clip gradients to this global norm.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the model's first values and dropout.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Train a model streamed and plainly, and compare them value by value. Exit code 1 if they differ."""
+    torch.manual_seed(seed)
+    task = load_task(model, rows=rows, device="cpu")
+    verification = verify_model(
+        task.model,
+        _make_optimizer(optimizer, task.model, rate),
+        task.example,
+        task.loss,
+        steps=steps,
+        microbatches=microbatches,
+        store=store,
+        precision=precision,
+        clip_norm=clip_norm,
+        seed=seed,
+    )
+    if as_json:
+        typer.echo(json.dumps(describe_verification(verification), indent=2))
+    else:
+        Console().print(verification_table(task.name, verification))
+    raise typer.Exit(0 if verification.ok else 1)
 
 
 def _number(text: str | None) -> int:

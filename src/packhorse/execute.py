@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,11 +21,11 @@ from packhorse.device import Device
 from packhorse.errors import NumericsError
 from packhorse.graph import Ref
 from packhorse.keys import key_generator
-from packhorse.layout import Layout
-from packhorse.memory import Ledger, Pool
+from packhorse.memory import Heap, Pool
 from packhorse.optimizer import Group
 from packhorse.partition import Partition, Segment
 from packhorse.schedule import Action, show
+from packhorse.state import ModelState
 from packhorse.store import Block, Loan, Stash, Store
 from packhorse.store.lane import Lane
 from packhorse.update import Gradient, Updater
@@ -129,21 +129,19 @@ class Executor:
 
     def __init__(
         self,
-        store: Store,
+        state: ModelState,
         device: Device,
-        layout: Layout,
         updater: Updater,
         stash: Stash,
         pool: Pool,
-        ledger: Ledger,
         *,
         seed: int,
         overlap: bool,
     ):
-        self.store, self.device, self.layout, self.updater = store, device, layout, updater
-        self.stash, self.pool, self.ledger = stash, pool, ledger
+        self.state, self.store, self.layout = state, state.store, state.layout
+        self.device, self.updater, self.stash, self.pool = device, updater, stash, pool
         self.seed, self.overlap = seed, overlap
-        self.buffers: dict[str, Tensor] = {}  # those that live in memory: written ones, and what no block holds
+        self.heap = Heap()
         self.worker = Lane("packhorse-update", 1)
         self.pending: dict[str, Future[Any]] = {}  # block -> its update
         self.fetched: dict[int, Fetched] = {}
@@ -172,8 +170,8 @@ class Executor:
         task.results = [{} for _ in task.microbatches]
         task.remaining = [Counter(program.uses) for _ in task.microbatches]
         written = [name for name, b in program.partition.graph.buffers.items() if b.written] if task.training else []
-        task.buffers = {name: self.buffers[name].clone() for name in written}
-        state = self.device.generator.get_state()
+        task.buffers = {name: self.state.buffers[name].clone() for name in written}
+        generator_state = self.device.generator.get_state()
         try:
             for i, action in enumerate(program.actions):
                 task.times.append(time.perf_counter())
@@ -187,9 +185,9 @@ class Executor:
             self._abandon(task)
             raise
         finally:
-            self.device.generator.set_state(state)
+            self.device.generator.set_state(generator_state)
         assert not self.stash, "what is stashed is used"
-        self.buffers.update(task.buffers)
+        self.state.buffers.update(task.buffers)
         return task
 
     def drain(self) -> None:
@@ -264,7 +262,7 @@ class Executor:
         }
         fetched = self.fetched[segment.index].wait()
         with torch.set_grad_enabled(grad):
-            outputs = segment(fetched, {**fetched, **self.buffers, **buffers}, leaves, rng, rows=microbatch.rows)
+            outputs = segment(fetched, {**fetched, **self.state.buffers, **buffers}, leaves, rng, rows=microbatch.rows)
         return leaves, outputs
 
     def _forward(self, task: Task, action: Action) -> None:
@@ -341,6 +339,7 @@ class Executor:
     def _evict(self, task: Task, action: Action) -> None:
         assert action.segment is not None
         self.fetched.pop(action.segment).release()
+        self.heap.tidy()
 
     def _stash(self, task: Task, action: Action) -> None:
         segment, k = self._segment(task, action)
@@ -398,9 +397,7 @@ class Executor:
                 gradient = self._hand_over(task, s, block)
                 assert gradient is not None
                 norms = task.norms if task.deferred and home == s else None
-                self._submit(
-                    block.name, gradient, lambda g=gradient, n=norms: self.updater.park(g, n, check=not task.deferred)
-                )
+                self._submit(block.name, gradient, partial(self.updater.park, gradient, norms, check=not task.deferred))
 
     def _norm(self, task: Task, action: Action) -> None:
         """The norm of all gradients, as `clip_grad_norm_` takes it: of each tensor first, in the order of the model."""
@@ -435,8 +432,8 @@ class Executor:
         for block in self.layout.blocks:
             if self.layout.home(block) == s:
                 gradient = self._hand_over(task, s, block)
-                arguments = (block, gradient, task.groups, task.scale)
-                self._submit(block.name, gradient, lambda a=arguments: self.updater.update(*a))
+                job = partial(self.updater.update, block, gradient, task.groups, task.scale)
+                self._submit(block.name, gradient, job)
 
     def _submit(self, block: str, gradient: Gradient | None, job: Callable[[], None]) -> None:
         """Work for the update thread. One block may wait while another is worked on: more would pile up gradients."""

@@ -1,7 +1,8 @@
 """Keys of randomness: every random operation of every microbatch of every step has its own seed.
 
-In: the run's seed, the step, the operation and the microbatch. Out: the seed the generator gets just before that operation. It
-does not depend on how the model is cut, on the strategy or on what ran before, so a recomputation or a resumed run draws the same.
+In: the run's seed, the step, the operation and the microbatch. Out: the seed the generator gets just before that operation.
+It does not depend on how the model is cut, on the strategy or on what ran before: a recomputation or a resumed run draws the
+same.
 """
 
 import zlib

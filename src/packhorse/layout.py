@@ -54,7 +54,7 @@ def make_layout(model: nn.Module, partition: Partition, stepper: Stepper, *, on_
     groups: dict[Any, list[str]] = {}
     for name in graph.parameters:
         used = users.get(name, ())
-        place = used if len(used) == 1 else (name,)  # shared and unused ones have a block each
+        place: Any = used if len(used) == 1 else (name,)  # shared and unused ones have a block each
         groups.setdefault((place, _kinds(graph, stepper, name), name in stepper.groups), []).append(name)
     for name, buffer in graph.buffers.items():
         if not buffer.written and users.get(name):

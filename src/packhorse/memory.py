@@ -4,9 +4,11 @@ In: requests for buffers. Out: page-aligned tensors, and a ledger of live and pe
 rather than taken from malloc: freed, they go back to the operating system at once, and direct I/O may use them.
 """
 
+import ctypes
 import mmap
 import threading
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -90,6 +92,26 @@ class Ledger:
     def totals(self) -> dict[Tier, int]:
         with self._lock:
             return {tier: self._total(tier) for tier in ("device", "host", "disk")}
+
+
+class Heap:
+    """Gives back what malloc keeps: freed pieces between live ones add up over thousands of segments.
+
+    Asked often, it acts when resident memory has grown by `slack` since it last did.
+    """
+
+    def __init__(self, slack: int = 32 << 20):
+        self.slack = slack
+        self._floor = resident_bytes()
+        try:
+            self._trim: Callable[[int], int] | None = ctypes.CDLL(None).malloc_trim
+        except (OSError, AttributeError, TypeError):  # not glibc
+            self._trim = None
+
+    def tidy(self) -> None:
+        if self._trim is not None and resident_bytes() > self._floor + self.slack:
+            self._trim(0)
+            self._floor = resident_bytes()
 
 
 def map_bytes(nbytes: int) -> Tensor:

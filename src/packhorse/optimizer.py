@@ -1,8 +1,8 @@
 """Any torch.optim optimizer, run piece by piece over views of blocks.
 
 In: the user's optimizer object, which stays the source of hyper-parameters, and the model's parameters. Out: `Stepper`, which
-steps any piece of any parameter with states given to it, and knows beforehand which states there will be and whether a parameter
-may be cut into tiles without changing a bit. That is found by trying it, not by a list of names.
+steps any piece of any parameter with states given to it, and knows beforehand which states there will be and whether a
+parameter may be cut into tiles without changing a bit. That is found by trying it, not by a list of names.
 """
 
 import inspect
@@ -116,8 +116,8 @@ class Stepper:
                 )
             if any(size not in sizes and size != 1 for size in value.shape):
                 raise OptimizerError(
-                    f"{type(self.optimizer).__name__} keeps state {name!r} of shape {list(value.shape)} for a parameter of shape "
-                    f"{list(small)}; its size for {list(shape)} cannot be told beforehand"
+                    f"{type(self.optimizer).__name__} keeps state {name!r} of shape {list(value.shape)} for a parameter of "
+                    f"shape {list(small)}; its size for {list(shape)} cannot be told beforehand"
                 )
             scaled = tuple(sizes.get(size, size) for size in value.shape)
             kinds.append(StateKind(name, scaled, value.dtype, value.shape == piece.parameter.shape and value.ndim > 0))
@@ -131,7 +131,8 @@ class Stepper:
             self.step(self.read_groups(), [piece])
         except Exception as error:
             raise OptimizerError(
-                f"{type(self.optimizer).__name__} cannot step a parameter of shape {list(piece.parameter.shape)} by itself: {error}"
+                f"{type(self.optimizer).__name__} cannot step a parameter of shape {list(piece.parameter.shape)} by itself: "
+                f"{error}"
             ) from error
 
     def initial_state(self, parameter: Tensor) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The plan: how a model will be run, decided before anything is allocated.
 
-In: a partition, a layout, a budget. Out: `Plan`: strategy, microbatches, what is kept and what is recomputed, where the stash goes,
-and a bound on the memory it takes. Until machines are measured the bound is simple: it sums what may be alive at once.
+In: a partition, a layout, a budget. Out: `Plan`: strategy, microbatches, what is kept and what is recomputed, where the stash
+goes, and a bound on the memory it takes. Until machines are measured the bound is simple: it sums what may be alive at once.
 """
 
 import math

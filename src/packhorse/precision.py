@@ -80,3 +80,18 @@ class CrossEntropyInFp32(TorchFunctionMode):
         if func is F.cross_entropy and args and args[0].dtype in (torch.bfloat16, torch.float16):
             args = (args[0].float(), *args[1:])
         return func(*args, **(kwargs or {}))
+
+
+class LossScale:
+    """The dynamic loss scale of fp16: halved when a gradient overflows, doubled after a long time without."""
+
+    def __init__(self, scale: float = 65536.0, interval: int = 2000):
+        self.scale, self.interval, self.good_steps = scale, interval, 0
+
+    def update(self, overflowed: bool) -> None:
+        if overflowed:
+            self.scale, self.good_steps = max(self.scale / 2, 1.0), 0
+        else:
+            self.good_steps += 1
+            if self.good_steps == self.interval:
+                self.scale, self.good_steps = self.scale * 2, 0

@@ -9,6 +9,7 @@ from rich.text import Text
 from packhorse.graph import Graph
 from packhorse.partition import Partition, Segment, find_live, find_places
 from packhorse.units import format_bytes
+from packhorse.verify import Verification
 
 
 def format_count(count: float) -> str:
@@ -115,3 +116,36 @@ def cuts_table(graph: Graph) -> Table:
         verdict = Text("yes", "green") if cut["forbidden"] is None else Text(f"no: {cut['forbidden']}", "red")
         table.add_row(str(cut["index"]), cut["after"], f"{format_bytes(cut['nbytes'])} in {cut['live']}", verdict)
     return table
+
+
+def verification_table(name: str, verification: Verification, most: int = 12) -> Table:
+    """What differs first, then what agrees; long lists are shortened."""
+    verdict = "same numbers" if verification.ok else "NUMBERS DIFFER"
+    title = (
+        f"{name}: {verdict}; {verification.num_equal} of {len(verification.comparisons)} values bit-identical after "
+        f"{verification.steps} steps (streamed {verification.streamed_seconds:.1f} s, plain {verification.plain_seconds:.1f} s)"
+    )
+    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    for column in ("value", "verdict", "largest difference", ""):
+        table.add_column(column)
+    ordered = sorted(verification.comparisons, key=lambda c: c.equal)
+    for comparison in ordered[:most]:
+        agrees = comparison.equal or (comparison.note and comparison.difference <= verification.tolerance)
+        word = "identical" if comparison.equal else "within tolerance" if agrees else "differs"
+        style = "green" if agrees else "bold red"
+        table.add_row(comparison.name, Text(word, style), f"{comparison.difference:.2g}", comparison.note)
+    if len(ordered) > most:
+        table.add_row(f"... and {len(ordered) - most} more", "", "", "")
+    return table
+
+
+def describe_verification(verification: Verification) -> dict[str, Any]:
+    return {
+        "ok": bool(verification.ok),
+        "steps": verification.steps,
+        "identical": verification.num_equal,
+        "values": [
+            {"name": c.name, "identical": c.equal, "difference": c.difference, "note": c.note}
+            for c in verification.comparisons
+        ],
+    }

@@ -1,7 +1,8 @@
 """Schedules: what is computed in which order, as a list of small values.
 
 In: how many segments and microbatches. Out: a list of `Action`, compute only; the passes in `lowering` add movement. The same
-list is checked, estimated, run and shown: `12F3` is the forward of segment 12 on microbatch 3, `7UPDATE` the update of segment 7.
+list is checked, estimated, run and shown: `12F3` is the forward of segment 12 on microbatch 3, `7UPDATE` the update of
+segment 7.
 """
 
 import re

@@ -3,8 +3,7 @@
 It captures, partitions, plans and lays out once; each step then splits a batch and hands a list of actions to the executor.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,9 +21,10 @@ from packhorse.memory import Ledger, Memory, Pool, available_bytes, read_budget,
 from packhorse.optimizer import Stepper, refuse_sparse
 from packhorse.partition import Partition, partition, partition_like
 from packhorse.plan import Case, Plan, Strategy, choose
-from packhorse.precision import Precision, check_precision, list_casts
-from packhorse.store import MASTER, WORKING, Block, DiskStore, RamStore, Stash, Store
-from packhorse.update import Small, Updater
+from packhorse.precision import LossScale, Precision, check_precision, list_casts
+from packhorse.state import ModelState, StateDict
+from packhorse.store import DiskStore, RamStore, Stash, Store
+from packhorse.update import Updater
 from packhorse.weights import read_files, read_model
 
 Loss = Callable[[Any, Any], Tensor]
@@ -71,8 +71,8 @@ class Trainer:
         self._programs: dict[Any, Program] = {}
         self._device = find_device(device)
         self._stepper = Stepper(optimizer, model)
-        self._store: Store = _open_store(store, durability)
-        on_disk = isinstance(self._store, DiskStore)
+        self._store: Store = _choose_store(store, durability)
+        on_disk = self._store.on_disk
         self._ledger = Ledger()
         budget = read_budget(memory)
         base = resident_bytes()
@@ -94,29 +94,15 @@ class Trainer:
         self._case = case
         self.plan: Plan = choose(case, strategy, microbatches, budget, available_bytes())
 
-        pool = Pool(self._ledger, "host")
-        small = {name: Small(dict(kinds)) for name, kinds in self._layout.states.items()}
-        self._updater = Updater(self._store, self._stepper, pool, small)
-        manifest = self._prepare_store(resume)
-        stash = Stash(self._ledger, self._store if isinstance(self._store, DiskStore) else None, self.plan.stash_bytes)
+        pool = Pool(self._ledger)
+        self._state = ModelState(graph, self._layout, self._store, self._ledger)
+        self._updater = Updater(self._store, self._stepper, pool, self._state.small)
+        self._open_store(resume, weights)
+        stash = Stash(self._ledger, self._store, self.plan.stash_bytes)
         self._executor = Executor(
-            self._store,
-            self._device,
-            self._layout,
-            self._updater,
-            stash,
-            pool,
-            self._ledger,
-            seed=seed,
-            overlap=overlap,
+            self._state, self._device, self._updater, stash, pool, seed=self.seed, overlap=overlap
         )
-        if manifest is None:
-            self._fill_store(read_files(model, weights) if weights is not None else read_model(model))
-            self._take_optimizer_state()
-            self._commit()
-        else:
-            self._load(manifest)
-        self._hand_model_over()
+        self._state.hand_over(model)
 
     # -- the loop's verbs
 
@@ -140,7 +126,7 @@ class Trainer:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what LR schedulers ask, to warn about their order
         if self.scheduler is not None and not task.overflowed:
             self.scheduler.step()
-        self._commit_later()
+        self._commit()
         return _mean_loss(task)
 
     def evaluate(self, batch: Any) -> float:
@@ -155,7 +141,7 @@ class Trainer:
         partition = task.program.partition
         outputs = []
         for microbatch, results in zip(task.microbatches, task.results, strict=True):
-            values = _Values({**microbatch.inputs, **results}, self)
+            values = _Values({**microbatch.inputs, **results}, self._state)
             outputs.append(partition.finish(values, microbatch.rows))  # type: ignore[arg-type]
         return _join(partition.graph, outputs)
 
@@ -181,7 +167,7 @@ class Trainer:
         """Parameters and persistent buffers by name, both names of ties; a value is a copy, read when it is asked for."""
         self._check_open()
         self._executor.drain()
-        return StateDict(self)
+        return StateDict(self._state)
 
     def load_into(self, model: nn.Module) -> None:
         """Copies all parameters and buffers into a model with memory of its own."""
@@ -189,7 +175,7 @@ class Trainer:
         self._executor.drain()
         with torch.no_grad():
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-                value = self._read(name)
+                value = self._state.read(name)
                 if tensor.is_meta:
                     raise PackhorseError(
                         f"{name} is on the meta device; load_into needs a model with memory, such as .to_empty()"
@@ -209,7 +195,9 @@ class Trainer:
             self._closed = True
             self._executor.close()
             self._executor.stash.close()
-            self._release_views()
+            for name, buffer in self.model.named_buffers():
+                if not buffer.is_meta and name in self._state.buffers:
+                    buffer.copy_(self._state.buffers[name])
             self._store.close()
 
     def __enter__(self) -> "Trainer":
@@ -267,10 +255,7 @@ class Trainer:
 
     def _split_size(self, graph: Graph, rows: int, training: bool) -> int:
         """Rows of a microbatch: as many microbatches as planned, or, to predict, pieces of the planned size."""
-        if training:
-            size = -(-rows // min(self.plan.microbatches, rows))
-        else:
-            size = min(self.plan.rows, rows)
+        size = -(-rows // min(self.plan.microbatches, rows)) if training else min(self.plan.rows, rows)
         return max(size, 2) if graph.single_row and rows > 1 else size
 
     def _program(self, graph: Graph, part: Partition, num_microbatches: int, training: bool) -> Program:
@@ -286,238 +271,64 @@ class Trainer:
 
     # -- the store
 
-    def _prepare_store(self, resume: bool) -> dict[str, Any] | None:
-        """Makes the store, or opens one that holds a run; returns the manifest of that run."""
-        blocks, store = self._layout.blocks, self._store
-        if isinstance(store, DiskStore):
-            manifest = store.read_manifest()
-            if manifest is not None and not resume:
-                raise StoreError(
-                    f"{store.path} holds a run at step {manifest.get('step')}; pass resume=True to continue it, or choose "
-                    "another directory"
-                )
-            if manifest is not None:
-                return store.open(blocks, self._ledger, self._identity())
-        store.create(blocks, self._ledger, self._identity())
-        return None
-
-    def _identity(self) -> dict[str, Any]:
-        graph = self._partition.graph
-        described = {
-            name: [list(t.shape), str(t.dtype).removeprefix("torch.")]
-            for name, t in [*graph.parameters.items(), *graph.buffers.items()]
-        }
-        return {
-            "model": type(self.model).__name__,
-            "tensors": described,
-            "optimizer": type(self.optimizer).__name__,
-            "precision": self.precision,
-        }
-
-    def _fill_store(self, source: Iterator[tuple[str, Tensor]]) -> None:
-        """Writes first values, block by block: a block is in memory from its first tensor to its last."""
-        open_blocks: dict[str, tuple[Any, set[str]]] = {}
-        for name, tensor in source:
-            if name not in self._layout.places:
-                self._executor.buffers[name] = tensor.detach().clone()
-                continue
-            block, slot = self._layout.places[name]
-            if block.name not in open_blocks:
-                open_blocks[block.name] = (self._store.borrow(block, MASTER, read=False), {s.name for s in block.slots})
-            loan, missing = open_blocks[block.name]
-            with torch.no_grad():
-                slot.view(loan.ready.result()).copy_(tensor)
-            missing.discard(name)
-            if not missing:
-                self._finish_block(block, loan)
-                del open_blocks[block.name]
-        assert not open_blocks, f"no values for {[m for _, m in open_blocks.values()]}"
-        self._ledger.add("host", "buffers", sum(b.nbytes for b in self._executor.buffers.values()))
-
-    def _finish_block(self, block: Block, loan: Any) -> None:
-        writes: list[Future[Any] | None] = []
-        if WORKING in block.kinds:
-            working = self._store.borrow(block, WORKING, read=False)
-            working.ready.result().copy_(loan.ready.result())
-            writes.append(working.give_back(dirty=True))
-        writes.append(loan.give_back(dirty=True))
-        for write in writes:
-            if write is not None:
-                write.result()
-        self._store.publish(block)
-
-    def _take_optimizer_state(self) -> None:
-        """States the optimizer already has, from training before, move to the store."""
-        state, parameters = self.optimizer.state, dict(self.model.named_parameters())
-        for block in self._layout.blocks:
-            kinds = self._layout.states.get(block.name)
-            given = {n: state.get(parameters[n], {}) for n in kinds} if kinds else {}
-            if not kinds or any(isinstance(v, Tensor) and v.is_meta for s in given.values() for v in s.values()):
-                continue
-            small = self._updater.small[block.name]
-            small.started = {n for n, s in given.items() if all(k.name in s for k in kinds[n]) and s}
-            if not small.started:
-                continue
-            for kind in small.large:
-                loan = self._store.borrow(block, kind, read=False)
-                flat = loan.ready.result()
-                for slot in block.slots:
-                    if slot.name in small.started:
-                        slot.view(flat).copy_(given[slot.name][kind])
-                written = loan.give_back(dirty=True)
-                if written is not None:
-                    written.result()
-            for name in small.started:
-                small.values.update({(name, k.name): given[name][k.name].clone() for k in kinds[name] if not k.large})
-            self._rewrite_unchanged(block, (MASTER,))
-        self.optimizer.state.clear()
-
-    def _rewrite_unchanged(self, block: Block, kinds: tuple[str, ...]) -> None:
-        """Kinds that stay as they are move along to the version that is being written."""
-        if isinstance(self._store, DiskStore) and self._store.versions > 1:
-            for kind in kinds:
-                loan = self._store.borrow(block, kind)
-                loan.ready.result()
-                written = loan.give_back(dirty=True)
-                if written is not None:
-                    written.result()
-            self._store.publish(block)
-
-    def _small_tensors(self) -> dict[str, Tensor]:
-        """All that is committed beside the blocks."""
-        tensors = {f"buffer:{name}": b for name, b in self._executor.buffers.items()}
-        for block, small in self._updater.small.items():
-            tensors.update({f"state:{name}:{kind}": value for (name, kind), value in small.values.items()})
-            tensors.update({f"started:{block}:{name}": torch.ones(()) for name in small.started})
-        return tensors
-
-    def _commit(self) -> None:
-        if isinstance(self._store, DiskStore):
-            facts: dict[str, Any] = {"step": self.steps, "seed": self.seed}
-            if self.scaler:
-                facts["loss_scale"] = [self.scaler.scale, self.scaler.good_steps]
-            self._store.commit(facts, self._small_tensors())
-
-    def _commit_later(self) -> None:
-        """After the updates of this step, which a deferred one may still have under way."""
-        if not self.deferred:
+    def _open_store(self, resume: bool, weights: str | Path | None) -> None:
+        """Makes the store and fills it with the model's first values, or opens one that holds a run."""
+        store, state = self._store, self._state
+        manifest = store.read_manifest()
+        identity = state.describe(self.model, self.optimizer)
+        if manifest is not None and not resume:
+            raise StoreError(
+                f"the store holds a run at step {manifest.get('step')}; pass resume=True to continue it, or choose another "
+                "directory"
+            )
+        if manifest is None:
+            store.create(self._layout.blocks, self._ledger, identity)
+            state.fill(read_files(self.model, weights) if weights is not None else read_model(self.model))
+            state.take_optimizer_state(self.optimizer, self.model)
             self._commit()
-        else:
-            self._executor.submit_commit(self._commit)
-
-    def _load(self, manifest: Mapping[str, Any]) -> None:
-        assert isinstance(self._store, DiskStore)
+            return
+        store.open(self._layout.blocks, self._ledger, identity)
+        state.load_small(store.read_small(manifest))
         self.steps, self.seed = int(manifest["step"]), int(manifest["seed"])
-        self._executor.seed = self.seed
         if self.scaler and "loss_scale" in manifest:
             self.scaler.scale, self.scaler.good_steps = manifest["loss_scale"]
-        for key, tensor in self._store.read_small(manifest).items():
-            kind, _, rest = key.partition(":")
-            if kind == "buffer":
-                self._executor.buffers[rest] = tensor
-            elif kind == "state":
-                name, _, state = rest.rpartition(":")
-                self._updater.small[self._layout.places[name][0].name].values[name, state] = tensor
-            else:
-                block, _, name = rest.partition(":")
-                self._updater.small[block].started.add(name)
+        for owner, key in ((self.scheduler, "scheduler"), (self.data, "data")):
+            if owner is not None and manifest.get(key) is not None:
+                owner.load_state_dict(manifest[key])
         self.optimizer.state.clear()
 
-    def _read(self, name: str) -> Tensor:
-        """A copy of a parameter or buffer, as the last step left it."""
-        graph = self._partition.graph
-        first = self._first_names[name]
-        if first in self._executor.buffers:
-            return self._executor.buffers[first].clone()
-        block, slot = self._layout.places[first]
-        start, stop = slot.start, slot.start + -(-slot.numel // 4096) * 4096
-        loan = self._store.borrow(block, MASTER, start, min(stop, block.numel))
-        value = slot.view(loan.ready.result(), start).clone()
-        loan.give_back()
-        assert first in graph.parameters or first in graph.buffers
-        return value
+    def _facts(self) -> dict[str, Any]:
+        """What a commit says beside the model itself."""
+        facts: dict[str, Any] = {"step": self.steps, "seed": self.seed}
+        if self.scaler:
+            facts["loss_scale"] = [self.scaler.scale, self.scaler.good_steps]
+        for owner, key in ((self.scheduler, "scheduler"), (self.data, "data")):
+            if owner is not None and hasattr(owner, "state_dict"):
+                facts[key] = owner.state_dict()
+        return facts
 
-    @property
-    def _first_names(self) -> dict[str, str]:
-        graph = self._partition.graph
-        stored = [*graph.parameters.values(), *graph.buffers.values()]
-        return {name: entry.name for entry in stored for name in entry.names}
-
-    # -- the user's module
-
-    def _hand_model_over(self) -> None:
-        """The module's tensors become views of the store in RAM, or, with a store on disk, give their memory back.
-
-        They stay the same objects, so the optimizer stays valid. Given back, they keep their shape and read as NaN.
-        """
-        for name, parameter in self.model.named_parameters():
-            if parameter.is_meta:
-                continue
-            block, slot = self._layout.places[name]
-            if isinstance(self._store, RamStore) and parameter.dtype == block.kinds[MASTER]:
-                parameter.data = slot.view(self._store.view(block, MASTER))
-            else:
-                nothing = torch.full((), torch.nan if parameter.is_floating_point() else 0, dtype=parameter.dtype)
-                parameter.data = nothing.expand(parameter.shape)
-
-    def _release_views(self) -> None:
-        """After the end the module owns what it showed."""
-        if isinstance(self._store, RamStore):
-            for name, buffer in self.model.named_buffers():
-                if not buffer.is_meta and name in self._executor.buffers:
-                    buffer.copy_(self._executor.buffers[name])
+    def _commit(self) -> None:
+        """After the updates of this step, which a deferred one may still have under way."""
+        if self.deferred and self.steps:
+            facts = self._facts()
+            self._executor.submit_commit(lambda: self._store.commit(facts, self._state.small_tensors()))
+        else:
+            self._store.commit(self._facts(), self._state.small_tensors())
 
     def _check_open(self) -> None:
         if self._closed:
             raise PackhorseError("the trainer is closed; make a new one (with resume=True to continue from its store)")
 
 
-class StateDict(Mapping[str, Tensor]):
-    """A lazy state dict: names at once, values when asked for."""
-
-    def __init__(self, trainer: Trainer):
-        self._trainer = trainer
-        graph = trainer._partition.graph
-        persistent = [b for b in graph.buffers.values() if b.persistent]
-        self._names = [name for entry in [*graph.parameters.values(), *persistent] for name in entry.names]
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._names:
-            raise KeyError(name)
-        self._trainer._executor.drain()
-        return self._trainer._read(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
-class LossScale:
-    """The dynamic loss scale of fp16: halved when a gradient overflows, doubled after a long time without."""
-
-    def __init__(self, scale: float = 65536.0, interval: int = 2000):
-        self.scale, self.interval, self.good_steps = scale, interval, 0
-
-    def update(self, overflowed: bool) -> None:
-        if overflowed:
-            self.scale, self.good_steps = max(self.scale / 2, 1.0), 0
-        else:
-            self.good_steps += 1
-            if self.good_steps == self.interval:
-                self.scale, self.good_steps = self.scale * 2, 0
-
-
 class _Values(dict[str, Any]):
     """Values of a microbatch; what is not among them is a parameter or buffer, read when asked for."""
 
-    def __init__(self, values: Mapping[str, Tensor], trainer: Trainer):
+    def __init__(self, values: Mapping[str, Tensor], state: ModelState):
         super().__init__(values)
-        self._trainer = trainer
+        self._state = state
 
     def __missing__(self, name: str) -> Tensor:
-        return self._trainer._read(name)
+        return self._state.read(name)
 
 
 def _mean_loss(task: Task) -> float:
@@ -543,15 +354,15 @@ def _join(graph: Graph, outputs: list[Any]) -> Any:
             leaves.append(torch.cat(list(column)))
         elif isinstance(column[0], Tensor) and not all(torch.equal(column[0], other) for other in column[1:]):
             raise BatchError(
-                f"the model returns a tensor of shape {list(column[0].shape)} that does not follow the rows and differs between "
-                "microbatches, so there is no one value for the batch; predict in batches of at most one microbatch"
+                f"the model returns a tensor of shape {list(column[0].shape)} that does not follow the rows and differs "
+                "between microbatches, so there is no one value for the batch; predict in batches of at most one microbatch"
             )
         else:
             leaves.append(column[0])
     return tree_unflatten(leaves, flat[0][1])
 
 
-def _open_store(store: str | Path | Store | None, durability: str) -> Store:
+def _choose_store(store: str | Path | Store | None, durability: str) -> Store:
     if store is None:
         return RamStore()
     if isinstance(store, (str, Path)):

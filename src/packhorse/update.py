@@ -1,7 +1,8 @@
 """The update: gradients in, new masters, states and working copies out, block by block, in a thread of its own.
 
-In: complete gradients, in host memory or parked in the store. Out: the next version of each block. A block passes through memory
-piece by piece: while one is stepped, the next is read and the last is written, so a block of any size needs a few pieces.
+In: complete gradients, in host memory or parked in the store. Out: the next version of each block. A block passes through
+memory piece by piece: while one is stepped, the next is read and the last is written, so a block of any size needs a
+few pieces.
 """
 
 from collections import deque
@@ -17,7 +18,6 @@ from packhorse.errors import NumericsError
 from packhorse.memory import Pool
 from packhorse.optimizer import TILE, Group, Piece, StateKind, Stepper
 from packhorse.store import GRADIENT, MASTER, WORKING, Block, Loan, Slot, Store
-from packhorse.store.disk import DiskStore
 
 CHUNK = 1 << 20  # elements that are read, stepped and written together
 AHEAD = 2  # chunks read ahead
@@ -76,7 +76,7 @@ class Updater:
             for slot in block.slots:
                 if slot.name in gradient.present:
                     norms[slot.name] = torch.linalg.vector_norm(slot.view(gradient.flat))
-        if isinstance(self.store, DiskStore):
+        if GRADIENT in block.kinds:
             loan = self.store.borrow(block, GRADIENT, read=False, buffer=gradient.flat)
             written = loan.give_back(dirty=True)
             assert written is not None

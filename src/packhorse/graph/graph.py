@@ -276,9 +276,9 @@ def describe_state(model: nn.Module, precision: Precision = "fp32") -> tuple[dic
 
     def describe_parameter(parameter: nn.Parameter) -> Parameter:
         name, all_names, shape, dtype = describe(parameter)
-        keeps = cast is None or id(parameter) in uncast or not dtype.is_floating_point
-        master = master_dtype(dtype, precision)
-        return Parameter(name, all_names, shape, master, parameter.requires_grad, dtype if keeps else cast)
+        keeps = id(parameter) in uncast or not dtype.is_floating_point
+        working = dtype if keeps or cast is None else cast
+        return Parameter(name, all_names, shape, master_dtype(dtype, precision), parameter.requires_grad, working)
 
     parameters = [describe_parameter(p) for p in model.parameters()]
     buffers = [Buffer(*describe(b), names[id(b)][0] in persistent, False) for b in model.buffers()]

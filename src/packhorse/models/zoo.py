@@ -88,6 +88,7 @@ _RECIPES: dict[str, _Recipe] = {
     "resnet50": _Recipe(ResNet50, _images(224, 1000), classify),
     "unet": _Recipe(UNet, _images(256, 21, dense=True), classify),
     "gpt-tiny": _gpt(layers=4, heads=4, width=64, context=32, vocabulary=256),
+    "gpt-bytes": _gpt(layers=24, heads=12, width=768, context=128, vocabulary=256),
     "gpt2": _gpt(),
     "gpt2-medium": _gpt(layers=24, heads=16, width=1024),
     "gpt2-large": _gpt(layers=36, heads=20, width=1280),

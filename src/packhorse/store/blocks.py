@@ -49,7 +49,7 @@ class Block:
     @cached_property
     def numel(self) -> int:
         """Padding included."""
-        return _align(self.slots[-1].stop)
+        return align(self.slots[-1].stop)
 
     @property
     def running(self) -> str:
@@ -75,7 +75,7 @@ def make_block(name: str, tensors: Iterable[tuple[str, Tensor]], kinds: Mapping[
         shape = tuple(tensor.shape)
         stride = tensor.stride() if _is_dense(tensor) else torch.empty(shape, device="meta").stride()
         slots.append(Slot(tensor_name, shape, tuple(stride), start, tensor.numel()))
-        start = _align(slots[-1].stop)
+        start = align(slots[-1].stop)
     return Block(name, tuple(slots), dict(kinds))
 
 
@@ -89,5 +89,6 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def _align(numel: int) -> int:
+def align(numel: int) -> int:
+    """The next place where a tensor may begin."""
     return max(-(-numel // ALIGNMENT), 1) * ALIGNMENT

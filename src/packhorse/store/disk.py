@@ -24,7 +24,7 @@ from packhorse.errors import StoreError
 from packhorse.memory import Ledger, Pool
 from packhorse.store.blocks import GRADIENT, WORKING, Block
 from packhorse.store.lane import Lane
-from packhorse.store.store import Link
+from packhorse.store.store import Link, Store
 from packhorse.units import format_bytes
 
 FORMAT = 1
@@ -32,12 +32,13 @@ PIECE = 4 << 20  # bytes of one I/O operation: large enough for full speed, smal
 THREADS = 2  # enough for full speed with pieces of that size
 
 
-class DiskStore:
+class DiskStore(Store):
     """`bytes_per_second` slows it down; `versions=1` gives up the last committed step for half the space."""
+
+    on_disk = True
 
     def __init__(self, directory: str | Path, *, bytes_per_second: float | None = None, versions: int = 2):
         self.path = Path(directory)
-        self.directory = str(directory)
         self.link = Link(bytes_per_second)
         self.versions = versions
         self.lane = Lane("packhorse-disk", THREADS)
@@ -50,7 +51,6 @@ class DiskStore:
     # -- making and opening
 
     def read_manifest(self) -> dict[str, Any] | None:
-        """What the last commit left; None if the directory holds no run."""
         if not (self.path / "manifest.json").exists():
             return None
         try:
@@ -78,8 +78,7 @@ class DiskStore:
         (self.path / "manifest.json").unlink(missing_ok=True)
         ledger.add("disk", "store", sum(sizes.values()))
 
-    def open(self, blocks: Sequence[Block], ledger: Ledger, identity: Mapping[str, Any]) -> dict[str, Any]:
-        """Continues a run; returns its manifest."""
+    def open(self, blocks: Sequence[Block], ledger: Ledger, identity: Mapping[str, Any]) -> None:
         found = dict(json.loads((self.path / "store.json").read_text()))
         if found.get("format") != FORMAT:
             raise StoreError(f"{self.path} has format {found.get('format')}, this version reads {FORMAT}")
@@ -98,7 +97,6 @@ class DiskStore:
         assert manifest is not None, "a store without manifest is created, not opened"
         self._current = dict(zip(self._blocks, manifest["slots"], strict=True))
         ledger.add("disk", "store", sum(sizes.values()))
-        return manifest
 
     def _lay_out(self, blocks: Sequence[Block], ledger: Ledger) -> None:
         self._blocks = {block.name: block for block in blocks}
@@ -156,11 +154,18 @@ class DiskStore:
         urgent: bool = False,
         buffer: Tensor | None = None,
     ) -> "DiskLoan":
-        """With a `buffer` of the borrower's own, that one is used and stays the borrower's."""
         return DiskLoan(self, block, kind, start, block.numel if stop is None else stop, read, urgent, buffer)
 
     def publish(self, block: Block) -> None:
         self._current[block.name] = self._written_slot(block)
+
+    def carry_over(self, block: Block, kind: str) -> None:
+        if self._num_slots(kind) > 1:
+            loan = self.borrow(block, kind)
+            loan.ready.result()
+            written = loan.give_back(dirty=True)
+            assert written is not None
+            written.result()
 
     def _written_slot(self, block: Block) -> int:
         return (self._current[block.name] + 1) % self.versions
@@ -197,7 +202,7 @@ class DiskStore:
     # -- the run
 
     def commit(self, facts: Mapping[str, Any], small: Mapping[str, Tensor]) -> None:
-        """Makes what was published, and these facts, the store's version, in one atomic step."""
+        """In one atomic step: the manifest is replaced."""
         number = int(facts["step"]) % 2
         save_file(
             {name: tensor.contiguous() for name, tensor in small.items()}, self.path / f"small-{number}.safetensors"
@@ -281,7 +286,7 @@ class File:
         self._all(os.pwritev, piece, offset, f"writing {what}")
 
     def _all(self, move: Callable[..., int], piece: Tensor, offset: int, what: str) -> None:
-        view = memoryview(piece.numpy())
+        view = memoryview(piece.numpy())  # type: ignore[arg-type]  # numpy's stubs hide that arrays are buffers
         moved = 0
         while moved < len(view):
             try:

@@ -9,13 +9,11 @@ from torch import Tensor
 
 from packhorse.memory import Ledger, map_bytes
 from packhorse.store.blocks import Block
-from packhorse.store.store import Link, done, sleep_until
+from packhorse.store.store import Link, Store, done, sleep_until
 
 
-class RamStore:
+class RamStore(Store):
     """`bytes_per_second` slows it down, as if it were behind a link of that rate."""
-
-    directory = None
 
     def __init__(self, *, bytes_per_second: float | None = None):
         self.link = Link(bytes_per_second)
@@ -29,7 +27,6 @@ class RamStore:
             ledger.add("host", "store", block.all_nbytes)
 
     def view(self, block: Block, kind: str) -> Tensor:
-        """The whole piece, in place."""
         return self._memory[block.name, kind]
 
     def borrow(
@@ -41,6 +38,7 @@ class RamStore:
         *,
         read: bool = True,
         urgent: bool = False,
+        buffer: Tensor | None = None,
     ) -> "RamLoan":
         piece = self._memory[block.name, kind][start : block.numel if stop is None else stop]
         return RamLoan(piece, self.link, read)

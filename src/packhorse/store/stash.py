@@ -16,7 +16,7 @@ from torch import Tensor
 
 from packhorse.memory import PAGE, Ledger, map_bytes
 from packhorse.store.disk import DiskStore, File
-from packhorse.store.store import done
+from packhorse.store.store import Store, done
 
 
 @dataclass
@@ -35,8 +35,9 @@ class _Kept:
 class Stash:
     """Without a store on disk everything stays in host memory."""
 
-    def __init__(self, ledger: Ledger, store: DiskStore | None = None, budget: int = 0):
-        self.ledger, self.store, self.budget = ledger, store, budget
+    def __init__(self, ledger: Ledger, store: Store | None = None, budget: int = 0):
+        self.ledger, self.budget = ledger, budget
+        self.store = store = store if isinstance(store, DiskStore) else None
         self._kept: dict[Hashable, _Kept] = {}
         self._in_memory = 0
         self._file = File(store.path / "stash.bin", 0) if store is not None else None

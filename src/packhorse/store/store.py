@@ -6,13 +6,14 @@ In RAM a loan is a view and costs nothing; on disk it is a buffer that is read a
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from packhorse.errors import PackhorseError
+from packhorse.errors import PackhorseError, StoreError
 from packhorse.memory import Ledger
 from packhorse.store.blocks import Block
 
@@ -27,15 +28,16 @@ class Loan(Protocol):
         ...
 
 
-class Store(Protocol):
-    """Blocks by name. `slots` of a kind are versions: a write never touches the one that reads see."""
+class Store(ABC):
+    """Blocks by name. A kind may have several versions: then a write never touches the one that reads see."""
 
-    directory: str | None
+    on_disk = False
 
+    @abstractmethod
     def create(self, blocks: Sequence[Block], ledger: Ledger, identity: Mapping[str, Any]) -> None:
-        """Makes room for all kinds of all blocks, all zero."""
-        ...
+        """Makes room for all kinds of all blocks."""
 
+    @abstractmethod
     def borrow(
         self,
         block: Block,
@@ -45,15 +47,41 @@ class Store(Protocol):
         *,
         read: bool = True,
         urgent: bool = False,
+        buffer: Tensor | None = None,
     ) -> Loan:
-        """Starts to bring elements `start` to `stop`; without `read` they need not be what they were."""
-        ...
+        """Starts to bring elements `start` to `stop`; without `read` they need not be what they were.
 
+        With a `buffer` of the borrower's own, a store that needs one uses that.
+        """
+
+    @abstractmethod
     def publish(self, block: Block) -> None:
         """What has been written to the block since the last time is complete: from now on reads see it."""
-        ...
 
+    @abstractmethod
     def close(self) -> None: ...
+
+    def view(self, block: Block, kind: str) -> Tensor | None:
+        """The whole piece in place, where that is possible."""
+        return None
+
+    def carry_over(self, block: Block, kind: str) -> None:
+        """Before a publish that wrote other kinds only: this one stays as it is."""
+
+    def read_manifest(self) -> dict[str, Any] | None:
+        """What the last commit left; None if there was none."""
+        return None
+
+    def open(self, blocks: Sequence[Block], ledger: Ledger, identity: Mapping[str, Any]) -> None:
+        """Continues the run that the manifest tells of."""
+        raise StoreError("this store holds no run to continue")
+
+    def commit(self, facts: Mapping[str, Any], small: Mapping[str, Tensor]) -> None:
+        """Makes what was published, and these facts, the store's version; only a store on disk outlives the process."""
+
+    def read_small(self, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The small tensors of a commit."""
+        return {}
 
 
 class Link:
