@@ -134,6 +134,7 @@ class Executor:
         updater: Updater,
         stash: Stash,
         pool: Pool,
+        heap: Heap,
         *,
         seed: int,
         overlap: bool,
@@ -141,7 +142,7 @@ class Executor:
         self.state, self.store, self.layout = state, state.store, state.layout
         self.device, self.updater, self.stash, self.pool = device, updater, stash, pool
         self.seed, self.overlap = seed, overlap
-        self.heap = Heap()
+        self.heap = heap
         self.worker = Lane("packhorse-update", 1)
         self.pending: dict[str, Future[Any]] = {}  # block -> its update
         self.fetched: dict[int, Fetched] = {}

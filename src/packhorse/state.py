@@ -1,7 +1,7 @@
 """The model's state as a whole: how it enters a store, is read from it, and is committed.
 
-In: first values, an optimizer's states, a store. Out: `ModelState`: every parameter, buffer and optimizer state by name, wherever
-it lies. Large ones are in blocks of the store; written buffers and scalar states, a few bytes a layer, stay in memory.
+In: first values, an optimizer's states, a store. Out: `ModelState`: every parameter, buffer and optimizer state by name,
+wherever it lies. Large ones are in blocks of the store; written buffers and scalar states, a few bytes a layer, stay in memory.
 """
 
 from collections.abc import Iterator, Mapping

@@ -17,7 +17,7 @@ from packhorse.execute import Executor, Microbatch, Program, Record, Task
 from packhorse.graph import Graph, Ref, Size, capture
 from packhorse.graph.graph import Mode
 from packhorse.layout import make_layout
-from packhorse.memory import Ledger, Memory, Pool, available_bytes, read_budget, resident_bytes
+from packhorse.memory import Heap, Ledger, Memory, Pool, available_bytes, read_budget, resident_bytes
 from packhorse.optimizer import Stepper, refuse_sparse
 from packhorse.partition import Partition, partition, partition_like
 from packhorse.plan import Case, Plan, Strategy, choose
@@ -95,12 +95,13 @@ class Trainer:
         self.plan: Plan = choose(case, strategy, microbatches, budget, available_bytes())
 
         pool = Pool(self._ledger)
+        heap = Heap(pool, plenty=(budget.limit("host") or 0) > 2 * self.plan.peak_bytes)
         self._state = ModelState(graph, self._layout, self._store, self._ledger)
         self._updater = Updater(self._store, self._stepper, pool, self._state.small)
-        self._open_store(resume, weights)
+        self._open_store(pool, resume, weights)
         stash = Stash(self._ledger, self._store, self.plan.stash_bytes)
         self._executor = Executor(
-            self._state, self._device, self._updater, stash, pool, seed=self.seed, overlap=overlap
+            self._state, self._device, self._updater, stash, pool, heap, seed=self.seed, overlap=overlap
         )
         self._state.hand_over(model)
 
@@ -271,7 +272,7 @@ class Trainer:
 
     # -- the store
 
-    def _open_store(self, resume: bool, weights: str | Path | None) -> None:
+    def _open_store(self, pool: Pool, resume: bool, weights: str | Path | None) -> None:
         """Makes the store and fills it with the model's first values, or opens one that holds a run."""
         store, state = self._store, self._state
         manifest = store.read_manifest()
@@ -282,12 +283,12 @@ class Trainer:
                 "directory"
             )
         if manifest is None:
-            store.create(self._layout.blocks, self._ledger, identity)
+            store.create(self._layout.blocks, pool, identity)
             state.fill(read_files(self.model, weights) if weights is not None else read_model(self.model))
             state.take_optimizer_state(self.optimizer, self.model)
             self._commit()
             return
-        store.open(self._layout.blocks, self._ledger, identity)
+        store.open(self._layout.blocks, pool, identity)
         state.load_small(store.read_small(manifest))
         self.steps, self.seed = int(manifest["step"]), int(manifest["seed"])
         if self.scaler and "loss_scale" in manifest:

@@ -50,7 +50,8 @@ def _materialise(model: nn.Module, unit: list[nn.Module], wanted: set[int]) -> d
     made: dict[int, Tensor] = {}
     undo: list[tuple[dict[str, Any], str, Tensor]] = []
     for module in unit:
-        for table in (module._parameters, module._buffers):
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for table in tables:
             for name, tensor in table.items():
                 if tensor is None or not tensor.is_meta or id(tensor) not in wanted:
                     continue
@@ -128,7 +129,8 @@ class SafetensorsFiles:
         first, last = entry["data_offsets"]
         if last - first != tensor.nbytes:
             raise ModelError(f"{file}: {name} has {last - first} bytes, expected {tensor.nbytes} for its shape")
-        view = memoryview(tensor.view(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(b"")
+        flat: Any = tensor.view(-1).view(torch.uint8).numpy() if tensor.numel() else b""
+        view = memoryview(flat)
         with open(file, "rb", buffering=0) as source:
             source.seek(start + first)
             moved = 0

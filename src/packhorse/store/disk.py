@@ -58,8 +58,8 @@ class DiskStore(Store):
         except (OSError, ValueError) as error:
             raise StoreError(f"{self.path / 'manifest.json'} cannot be read: {error}") from None
 
-    def create(self, blocks: Sequence[Block], ledger: Ledger, identity: Mapping[str, Any]) -> None:
-        self._lay_out(blocks, ledger)
+    def create(self, blocks: Sequence[Block], pool: Pool, identity: Mapping[str, Any]) -> None:
+        self._lay_out(blocks, pool)
         self._make_directory()
         sizes = self._sizes()
         self._refuse_if_full(sum(sizes.values()))
@@ -76,9 +76,9 @@ class DiskStore(Store):
         }
         _replace(self.path / "store.json", json.dumps(described))
         (self.path / "manifest.json").unlink(missing_ok=True)
-        ledger.add("disk", "store", sum(sizes.values()))
+        pool.ledger.add("disk", "store", sum(sizes.values()))
 
-    def open(self, blocks: Sequence[Block], ledger: Ledger, identity: Mapping[str, Any]) -> None:
+    def open(self, blocks: Sequence[Block], pool: Pool, identity: Mapping[str, Any]) -> None:
         found = dict(json.loads((self.path / "store.json").read_text()))
         if found.get("format") != FORMAT:
             raise StoreError(f"{self.path} has format {found.get('format')}, this version reads {FORMAT}")
@@ -89,19 +89,19 @@ class DiskStore(Store):
                 f"{self.path} was cut into other blocks; resume with the segments and precision it was made with"
             )
         self.versions = found["versions"]
-        self._lay_out(blocks, ledger)
+        self._lay_out(blocks, pool)
         sizes = self._sizes()
         for kind, nbytes in sizes.items():
             self._files[kind] = File(self.path / f"{kind}.bin", nbytes)
         manifest = self.read_manifest()
         assert manifest is not None, "a store without manifest is created, not opened"
         self._current = dict(zip(self._blocks, manifest["slots"], strict=True))
-        ledger.add("disk", "store", sum(sizes.values()))
+        pool.ledger.add("disk", "store", sum(sizes.values()))
 
-    def _lay_out(self, blocks: Sequence[Block], ledger: Ledger) -> None:
+    def _lay_out(self, blocks: Sequence[Block], pool: Pool) -> None:
         self._blocks = {block.name: block for block in blocks}
         self._current = dict.fromkeys(self._blocks, 0)
-        self._pool = Pool(ledger)
+        self._pool = pool
         ends: dict[str, int] = {}
         for block in blocks:
             for kind in block.kinds:

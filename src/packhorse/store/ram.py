@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from packhorse.memory import Ledger, map_bytes
+from packhorse.memory import Pool, map_bytes
 from packhorse.store.blocks import Block
 from packhorse.store.store import Link, Store, done, sleep_until
 
@@ -19,12 +19,12 @@ class RamStore(Store):
         self.link = Link(bytes_per_second)
         self._memory: dict[tuple[str, str], Tensor] = {}
 
-    def create(self, blocks: Sequence[Block], ledger: Ledger, identity: Mapping[str, Any]) -> None:
+    def create(self, blocks: Sequence[Block], pool: Pool, identity: Mapping[str, Any]) -> None:
         """Untouched pages take no memory, so the bytes of optimizer states count from their first update on."""
         for block in blocks:
             for kind, dtype in block.kinds.items():
                 self._memory[block.name, kind] = map_bytes(block.nbytes(kind)).view(dtype)
-            ledger.add("host", "store", block.all_nbytes)
+            pool.ledger.add("host", "store", block.all_nbytes)
 
     def view(self, block: Block, kind: str) -> Tensor:
         return self._memory[block.name, kind]

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from packhorse.errors import PackhorseError, StoreError
-from packhorse.memory import Ledger
+from packhorse.memory import Pool
 from packhorse.store.blocks import Block
 
 
@@ -34,7 +34,7 @@ class Store(ABC):
     on_disk = False
 
     @abstractmethod
-    def create(self, blocks: Sequence[Block], ledger: Ledger, identity: Mapping[str, Any]) -> None:
+    def create(self, blocks: Sequence[Block], pool: Pool, identity: Mapping[str, Any]) -> None:
         """Makes room for all kinds of all blocks."""
 
     @abstractmethod
@@ -65,18 +65,18 @@ class Store(ABC):
         """The whole piece in place, where that is possible."""
         return None
 
-    def carry_over(self, block: Block, kind: str) -> None:
+    def carry_over(self, block: Block, kind: str) -> None:  # noqa: B027  # nothing to do without versions
         """Before a publish that wrote other kinds only: this one stays as it is."""
 
     def read_manifest(self) -> dict[str, Any] | None:
         """What the last commit left; None if there was none."""
         return None
 
-    def open(self, blocks: Sequence[Block], ledger: Ledger, identity: Mapping[str, Any]) -> None:
+    def open(self, blocks: Sequence[Block], pool: Pool, identity: Mapping[str, Any]) -> None:
         """Continues the run that the manifest tells of."""
         raise StoreError("this store holds no run to continue")
 
-    def commit(self, facts: Mapping[str, Any], small: Mapping[str, Tensor]) -> None:
+    def commit(self, facts: Mapping[str, Any], small: Mapping[str, Tensor]) -> None:  # noqa: B027  # nor without a disk
         """Makes what was published, and these facts, the store's version; only a store on disk outlives the process."""
 
     def read_small(self, manifest: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -1,0 +1,263 @@
+"""Relay against plain PyTorch: speed and memory, interleaved.
+
+    python benchmarks/relay.py speed   # GPT 12 x 1024, 2048 tokens in 4 microbatches: plain, checkpointed, relay in RAM and on disk
+    python benchmarks/relay.py xl      # GPT2-XL in 2 GiB, against the same list with movement and update made no-ops
+    python benchmarks/relay.py depth   # peak memory over depth, and over the number of microbatches
+
+Every contender is a process of its own that takes a step when told to, so that steps of different contenders alternate while
+each has its own peak memory. Options: --precision, --repeats, --tokens, --layers.
+"""
+
+import argparse
+import multiprocessing
+import resource
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from results_file import save
+
+
+def make_task(options: argparse.Namespace, device: str) -> tuple[Any, Any, Any]:
+    import torch
+
+    from packhorse.models import GPT, GPTConfig
+    from packhorse.models.zoo import predict_tokens
+
+    config = GPTConfig(options.layers, options.heads, options.width, options.context, options.vocabulary)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = GPT(config)
+    tokens = torch.randint(config.vocabulary, (options.tokens // options.context, options.context + 1))
+    return model, {"tokens": tokens[:, :-1], "targets": tokens[:, 1:].contiguous()}, predict_tokens
+
+
+def plain(options: argparse.Namespace, checkpoint: bool) -> Any:
+    """The ordinary loop: autocast, fused AdamW, microbatches, with or without checkpointed blocks."""
+    import torch
+    from torch.utils.checkpoint import checkpoint as recompute
+
+    model, batch, loss = make_task(options, "cpu")
+    if checkpoint:
+        for block in model.blocks:
+            block.forward = partial(recompute, block.forward, use_reentrant=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    dtype = {"bf16": torch.bfloat16, "fp32": None}[options.precision]
+
+    def step() -> float:
+        total = 0.0
+        for tokens, targets in zip(*(batch[k].chunk(options.microbatches) for k in ("tokens", "targets")), strict=True):
+            with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+                value = loss(model(tokens), {"targets": targets}) / options.microbatches
+            value.backward()
+            total += value.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    return step
+
+
+def relay(options: argparse.Namespace, directory: str | None, **choices: Any) -> Any:
+    import torch
+
+    import packhorse as ph
+
+    model, batch, loss = make_task(options, "meta")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    trainer = ph.Trainer(
+        model,
+        optimizer,
+        batch,
+        loss=loss,
+        strategy="relay",
+        microbatches=options.microbatches,
+        precision=options.precision,
+        store=directory,
+        **choices,
+    )
+    return lambda: trainer.step(batch)
+
+
+def still(options: argparse.Namespace) -> Any:
+    """The same list as on disk, but nothing moves: blocks of one size share memory, and updates do nothing."""
+    import torch
+
+    import packhorse as ph
+    from packhorse.memory import map_bytes
+    from packhorse.store import Block, Store
+    from packhorse.store.store import done
+
+    class Loan:
+        def __init__(self, piece: torch.Tensor):
+            self.ready = done(piece)
+
+        def give_back(self, dirty: bool = False) -> None:
+            return None
+
+    class Still(Store):
+        on_disk = True
+        pieces: dict[Any, torch.Tensor] = {}  # noqa: RUF012
+
+        def create(self, blocks: Sequence[Block], ledger: Any, identity: Mapping[str, Any]) -> None:
+            pass
+
+        def borrow(self, block: Block, kind: str, start: int = 0, stop: int | None = None, **_: Any) -> Loan:
+            numel, dtype = (block.numel if stop is None else stop) - start, block.kinds[kind]
+            if (numel, dtype) not in self.pieces:
+                self.pieces[numel, dtype] = map_bytes(numel * dtype.itemsize).view(dtype)
+            return Loan(self.pieces[numel, dtype])
+
+        def publish(self, block: Block) -> None:
+            pass
+
+        def close(self) -> None:
+            pass
+
+    model, batch, loss = make_task(options, "meta")
+    trainer = ph.Trainer(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True),
+        batch,
+        loss=loss,
+        strategy="relay",
+        microbatches=options.microbatches,
+        precision=options.precision,
+        store=Still(),
+    )
+    executor = trainer._executor
+
+    def drop(task: Any, action: Any) -> None:
+        for key in [key for key in task.sums if key[1] == action.segment]:
+            executor.pool.give(task.sums.pop(key).flat.view(torch.uint8), "gradients")
+
+    executor.handlers["UPDATE"] = executor.handlers["PARK"] = drop
+    return lambda: trainer.step(batch)
+
+
+CONTENDERS: dict[str, Any] = {
+    "plain": lambda options, directory: plain(options, checkpoint=False),
+    "plain, checkpointed": lambda options, directory: plain(options, checkpoint=True),
+    "relay in RAM": lambda options, directory: relay(options, None),
+    "relay in RAM, graphs kept": lambda options, directory: relay(options, None, memory="20GiB"),
+    "relay on disk": lambda options, directory: relay(options, directory),
+    "relay on disk, in 2 GiB": lambda options, directory: relay(options, directory, memory="2GiB"),
+    "the same list, nothing moves": lambda options, directory: still(options),
+}
+
+
+def contend(name: str, options: argparse.Namespace, directory: str, pipe: Connection) -> None:
+    """A contender's process: answers each word with a step's seconds, and at last with its memory."""
+    import torch  # noqa: F401
+
+    import packhorse  # noqa: F401
+    from packhorse.memory import resident_bytes
+
+    imported = resident_bytes()
+    step = CONTENDERS[name](options, directory)
+    losses = []
+    pipe.send("ready")
+    while pipe.recv() == "step":
+        started = time.perf_counter()
+        losses.append(step())
+        pipe.send(time.perf_counter() - started)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    pipe.send({"peak_rss_mb": round(peak / 1e6), "above_import_mb": round((peak - imported) / 1e6), "losses": losses})
+
+
+def run(names: list[str], options: argparse.Namespace) -> dict[str, Any]:
+    """One warm-up step each, then `repeats` rounds of one step each."""
+    context = multiprocessing.get_context("spawn")
+    pipes, children = {}, {}
+    directory = tempfile.mkdtemp(dir=options.directory)
+    for name in names:
+        pipes[name], theirs = context.Pipe()
+        place = str(Path(directory) / str(names.index(name)))
+        children[name] = context.Process(target=contend, args=(name, options, place, theirs))
+        children[name].start()
+        assert pipes[name].recv() == "ready"
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for repeat in range(options.repeats + 1):
+        for name in names:
+            pipes[name].send("step")
+            taken = pipes[name].recv()
+            print(f"{name}: step {repeat}: {taken:.2f} s", flush=True)
+            if repeat or not options.repeats:
+                seconds[name].append(taken)
+    results = {}
+    for name in names:
+        pipes[name].send("quit")
+        results[name] = pipes[name].recv()
+        children[name].join()
+        median = statistics.median(seconds[name])
+        results[name] |= {"median_seconds": round(median, 3), "seconds": [round(s, 3) for s in seconds[name]]}
+        results[name]["tokens_per_second"] = round(options.tokens / median, 1)
+    shutil.rmtree(directory)
+    return results
+
+
+def ratio(results: dict[str, Any], name: str, against: str) -> dict[str, float]:
+    """Speed (median of the ratios of neighbouring steps) and memory of one contender against another."""
+    pairs = zip(results[against]["seconds"], results[name]["seconds"], strict=True)
+    return {
+        "speed": round(statistics.median(a / b for a, b in pairs), 3),
+        "memory": round(results[name]["peak_rss_mb"] / results[against]["peak_rss_mb"], 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("question", choices=["speed", "xl", "depth"])
+    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--directory", help="where stores go")
+    parser.add_argument("--only", nargs="*", help="contenders, by name")
+    parser.add_argument("--name", help="of the result file")
+    options = parser.parse_args()
+    options.context, options.vocabulary = 512, 50257
+    if options.question == "speed":
+        options.layers, options.heads, options.width = options.layers or 12, 16, 1024
+        names = options.only or list(CONTENDERS)[:5]
+        results = run(names, options)
+        checkpointed = "plain, checkpointed"
+        for name in names:
+            for against in ("plain", checkpointed):
+                if against in results and name.startswith("relay"):
+                    results[name][f"against {against}"] = ratio(results, name, against)
+    elif options.question == "xl":
+        options.layers, options.heads, options.width = options.layers or 48, 25, 1600
+        moving, staying = list(CONTENDERS)[5:]
+        results = run([moving, staying], options)
+        pairs = zip(results[moving]["seconds"], results[staying]["seconds"], strict=True)
+        results["step / the same list without movement"] = round(statistics.median(a / b for a, b in pairs), 3)
+    else:
+        results = measure_depth(options)
+    save(options.name or f"relay_{options.question}_{options.precision}", results)
+
+
+def measure_depth(options: argparse.Namespace) -> dict[str, Any]:
+    """Peak memory above import: at 12 and at 384 layers of width 512, with 4 and with 64 microbatches of the same size."""
+    options.heads, options.width, options.context, options.repeats = 8, 512, 128, 0
+    results = {}
+    for layers, microbatches in ((12, 4), (384, 4), (12, 64)):
+        options.layers, options.microbatches, options.tokens = layers, microbatches, 256 * microbatches
+        (found,) = run(["relay on disk"], options).values()
+        results[f"{layers} layers, {microbatches} microbatches"] = found
+        print(layers, microbatches, found, flush=True)
+    first, *others = results.values()
+    for found in others:
+        found["growth"] = round(found["above_import_mb"] / first["above_import_mb"] - 1, 4)
+    return results
+
+
+if __name__ == "__main__":
+    main()
