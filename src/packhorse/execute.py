@@ -27,7 +27,7 @@ from packhorse.partition import Partition, Segment
 from packhorse.schedule import Action, show
 from packhorse.state import ModelState
 from packhorse.store import Block, Loan, Stash, Store
-from packhorse.store.lane import Lane
+from packhorse.store.lane import Lane, gather
 from packhorse.update import Gradient, Updater
 
 
@@ -200,8 +200,8 @@ class Executor:
             raise failures[0]
 
     def submit_commit(self, commit: Callable[[], None]) -> None:
-        """Runs after the updates that are under way."""
-        self.pending["commit"] = self.worker.submit(commit)
+        """Runs when the updates that are under way are written; the next step's wait for it."""
+        self.pending["commit"] = gather(list(self.pending.values()), commit)
 
     def close(self) -> None:
         self.worker.close()
@@ -436,16 +436,24 @@ class Executor:
                 job = partial(self.updater.update, block, gradient, task.groups, task.scale)
                 self._submit(block.name, gradient, job)
 
-    def _submit(self, block: str, gradient: Gradient | None, job: Callable[[], None]) -> None:
+    def _submit(self, block: str, gradient: Gradient | None, job: Callable[[], Future[Any] | None]) -> None:
         """Work for the update thread. One block may wait while another is worked on: more would pile up gradients."""
+
+        finished: Future[Any] = Future()
 
         def work() -> None:
             if gradient is not None:
                 self.device.wait_on_host(gradient.arrival)
-            job()
+            writes = job()
+            gather([] if writes is None else [writes], lambda: None).add_done_callback(partial(_pass_on, finished))
 
-        future = self.pending[block] = self.worker.submit(work)
-        self.in_flight.append(future)
+        def failed(worked: "Future[Any]") -> None:
+            if worked.exception() is not None:
+                finished.set_exception(worked.exception())
+
+        self.worker.submit(work).add_done_callback(failed)
+        self.pending[block] = finished
+        self.in_flight.append(finished)
         while len(self.in_flight) > (1 if self.overlap else 0):
             self.in_flight.popleft().result()
 
@@ -519,6 +527,11 @@ class Fetched:
                 loan = future.result()
                 loan.ready.exception()  # a read under way must end before its buffer serves another
                 loan.give_back()
+
+
+def _pass_on(target: "Future[Any]", source: "Future[Any]") -> None:
+    error = source.exception()
+    target.set_result(None) if error is None else target.set_exception(error)
 
 
 def _snapshot_name(segment: int, buffer: str) -> str:

@@ -91,8 +91,8 @@ def prefetch(actions: Sequence[Action], sizes: Mapping[int, int], budget: int, *
         at = len(lowered)
         if kind == "FETCH" and s is not None:
             size = sizes[s]
-            while at > 0 and not (lowered[at - 1].kind in ("EVICT", "FETCH") and lowered[at - 1].segment == s):
-                if lowered[at - 1].kind == "FETCH" or lives[at - 1] + size > budget:
+            while at > 0 and lowered[at - 1].kind != "FETCH" and lowered[at - 1] != Action("EVICT", s):
+                if (lives[at - 2] if at > 1 else 0) + size > budget:
                     break
                 at -= 1
             lowered.insert(at, action)

@@ -7,7 +7,7 @@ rather than taken from malloc: freed, they go back to the operating system at on
 import ctypes
 import mmap
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -103,11 +103,12 @@ def map_bytes(nbytes: int) -> Tensor:
 
 
 class Pool:
-    """Buffers that are used again. Those that wait unused keep their memory until `drop_idle`."""
+    """Buffers that are used again. Together with those that wait unused they never take more than was once in use."""
 
     def __init__(self, ledger: Ledger, tier: Tier = "host"):
         self.ledger, self.tier = ledger, tier
-        self._waiting: deque[Tensor] = deque()
+        self.mapped = self._in_use = self._most_in_use = 0
+        self._waiting: list[Tensor] = []
         self._lock = threading.Lock()
 
     def take(self, nbytes: int, kind: str) -> Tensor:
@@ -115,26 +116,27 @@ class Pool:
         nbytes = -(-nbytes // PAGE) * PAGE
         self.ledger.add(self.tier, kind, nbytes)
         with self._lock:
-            for buffer in self._waiting:
+            self._in_use += nbytes
+            self._most_in_use = max(self._most_in_use, self._in_use)
+            for i, buffer in enumerate(self._waiting):
                 if buffer.nbytes == nbytes:
-                    self._remove(buffer)
                     self.ledger.add(self.tier, "idle buffers", -nbytes)
-                    return buffer
+                    return self._waiting.pop(i)
+            while self._waiting and self.mapped + nbytes > self._most_in_use:
+                self._drop(self._waiting.pop(0))
+            self.mapped += nbytes
         return map_bytes(nbytes)
 
     def give(self, buffer: Tensor, kind: str) -> None:
         self.ledger.add(self.tier, kind, -buffer.nbytes)
         with self._lock:
+            self._in_use -= buffer.nbytes
             self._waiting.append(buffer)
             self.ledger.add(self.tier, "idle buffers", buffer.nbytes)
 
-    def drop_idle(self) -> None:
-        with self._lock:
-            self.ledger.add(self.tier, "idle buffers", -sum(b.nbytes for b in self._waiting))
-            self._waiting.clear()
-
-    def _remove(self, buffer: Tensor) -> None:
-        self._waiting = deque(b for b in self._waiting if b is not buffer)
+    def _drop(self, buffer: Tensor) -> None:
+        self.mapped -= buffer.nbytes
+        self.ledger.add(self.tier, "idle buffers", -buffer.nbytes)
 
 
 # Parameters of mallopt, from malloc.h.
@@ -151,7 +153,7 @@ class Heap:
 
     def __init__(self, pool: Pool, plenty: bool):
         self.pool, self.plenty = pool, plenty
-        self._floor = resident_bytes()
+        self._floor = self._heap_bytes()
         try:
             libc = ctypes.CDLL(None)
             self._trim: Callable[[int], int] | None = libc.malloc_trim
@@ -162,11 +164,12 @@ class Heap:
             self._trim = None
 
     def tidy(self) -> None:
-        if not self.plenty and resident_bytes() > self._floor + _LEEWAY:
-            self.pool.drop_idle()
-            if self._trim is not None:
-                self._trim(0)
-            self._floor = resident_bytes()
+        if self._trim is not None and not self.plenty and self._heap_bytes() > self._floor + _LEEWAY:
+            self._trim(0)
+            self._floor = self._heap_bytes()
+
+    def _heap_bytes(self) -> int:
+        return resident_bytes() - self.pool.mapped
 
 
-_LEEWAY = 32 << 20  # growth that is let pass
+_LEEWAY = 16 << 20  # growth that is let pass

@@ -18,6 +18,7 @@ from packhorse.errors import NumericsError
 from packhorse.memory import Pool
 from packhorse.optimizer import TILE, Group, Piece, StateKind, Stepper
 from packhorse.store import GRADIENT, MASTER, WORKING, Block, Loan, Slot, Store
+from packhorse.store.lane import gather
 
 CHUNK = 1 << 20  # elements that are read, stepped and written together
 AHEAD = 2  # chunks read ahead
@@ -118,11 +119,16 @@ class Updater:
 
     # -- the update itself
 
-    def update(self, block: Block, gradient: Gradient | None, groups: Sequence[Group], scale: Tensor | None) -> None:
-        """Steps a block with its gradient and what of it waits in the store; `scale` multiplies the gradient first."""
+    def update(
+        self, block: Block, gradient: Gradient | None, groups: Sequence[Group], scale: Tensor | None
+    ) -> "Future[Any] | None":
+        """Steps a block with its gradient and what of it waits in the store; `scale` multiplies the gradient first.
+
+        What is returned is done when all is written: the next block is read meanwhile.
+        """
         parked = self.parked.pop(block.name, None)
         if gradient is None and parked is None:
-            return  # no tensor of the block has a gradient
+            return None  # no tensor of the block has a gradient
         if gradient is not None and scale is None:
             _refuse_non_finite(gradient)
         present = (gradient.present if gradient else set()) | (parked.present if parked else set())
@@ -137,15 +143,13 @@ class Updater:
             writes += [w for w in (loan.give_back(dirty=True) for loan in loans.values()) if w is not None]
             while len(writes) > 2 * AHEAD * len(loans):  # bounds the buffers in flight
                 writes.pop(0).result()
-        for write in writes:
-            write.result()
         small = self.small[block.name]
         small.values.update(advanced)
         small.started |= present
-        self.store.publish(block)
         for held in (gradient, parked):
             if held is not None:
                 self._forget(held)
+        return gather(writes, lambda: self.store.publish(block))
 
     def _read_ahead(
         self, block: Block, present: set[str], parked: Gradient | None

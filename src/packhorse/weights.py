@@ -38,11 +38,18 @@ def _units(model: nn.Module) -> Iterator[list[nn.Module]]:
         if module in inside:
             continue
         if name.rpartition(".")[2].isdigit():
-            members = list(module.modules())
+            members = list(_children_first(module))
             inside.update(members)
-            yield members[::-1]  # children first: a parent may correct what they did
+            yield members
         else:
             yield [module]
+
+
+def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+    """A parent may correct what its children did."""
+    for child in module.children():
+        yield from _children_first(child)
+    yield module
 
 
 def _materialise(model: nn.Module, unit: list[nn.Module], wanted: set[int]) -> dict[int, Tensor]:

@@ -257,7 +257,7 @@ class _Dataless(TorchFunctionMode):
 
 
 def asks_no_data(func: Any) -> bool:
-    return getattr(func, "__name__", "") in ("__get__", "size", "dim", "stride", "numel", "detach")
+    return getattr(func, "__name__", "") in ("__get__", "size", "dim", "stride", "numel", "detach", "untyped_storage")
 
 
 def any_dataless(func: Any, args: Any, kwargs: Any) -> bool:

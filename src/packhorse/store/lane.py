@@ -6,7 +6,7 @@ They only wait for the disk, so they take little from the cores that compute.
 import itertools
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -36,26 +36,8 @@ class Lane:
         return future
 
     def submit_all(self, jobs: list[Callable[[], Any]], result: Any, *, urgent: bool = False) -> "Future[Any]":
-        """One future for several jobs: done with `result` when the last is, or failed with the first failure."""
-        future: Future[Any] = Future()
-        lock, waiting, failure = threading.Lock(), len(jobs), None
-
-        def finished(part: "Future[Any]") -> None:
-            nonlocal waiting, failure
-            with lock:
-                waiting -= 1
-                failure = failure or part.exception()
-                last = waiting == 0
-            if last and failure is not None:
-                future.set_exception(failure)
-            elif last:
-                future.set_result(result)
-
-        if not jobs:
-            future.set_result(result)
-        for job in jobs:
-            self.submit(job, urgent=urgent).add_done_callback(finished)
-        return future
+        """One future for several jobs."""
+        return gather([self.submit(job, urgent=urgent) for job in jobs], lambda: result)
 
     def close(self) -> None:
         """Finishes what was submitted."""
@@ -71,3 +53,34 @@ class Lane:
                 return
             job()
             del job  # its buffers must not wait here for the next job
+
+
+def gather(parts: Sequence["Future[Any]"], then: Callable[[], Any]) -> "Future[Any]":
+    """Done with the result of `then` when the last part is, or failed with the first failure."""
+    whole: Future[Any] = Future()
+    lock, waiting, failure = threading.Lock(), len(parts), None
+
+    def finish() -> None:
+        try:
+            result = then()
+        except BaseException as error:
+            whole.set_exception(error)
+        else:
+            whole.set_result(result)
+
+    def count(part: "Future[Any]") -> None:
+        nonlocal waiting, failure
+        with lock:
+            waiting -= 1
+            failure = failure or part.exception()
+            last = waiting == 0
+        if last and failure is not None:
+            whole.set_exception(failure)
+        elif last:
+            finish()
+
+    if not parts:
+        finish()
+    for part in parts:
+        part.add_done_callback(count)
+    return whole
