@@ -6,7 +6,9 @@ STAMP := .venv/installed
 .PHONY: demo test lint types clean
 
 demo: $(STAMP)
-	$(BIN)/packhorse inspect gpt2 --segments 4
+	rm -rf .demo
+	$(BIN)/packhorse train --model gpt-bytes --data python --store .demo --memory 600MiB --rows 2 --microbatches 2 --steps 16 --lr 1e-4
+	rm -rf .demo
 
 test: lint types
 	$(BIN)/python -m pytest -n 2

@@ -1,6 +1,6 @@
 """Relay against plain PyTorch: speed and memory, interleaved.
 
-    python benchmarks/relay.py speed   # GPT 12 x 1024, 2048 tokens in 4 microbatches: plain, checkpointed, relay in RAM and on disk
+    python benchmarks/relay.py speed   # GPT 12 x 1024, 2048 tokens in 4 microbatches: plain against relay in RAM and on disk
     python benchmarks/relay.py xl      # GPT2-XL in 2 GiB, against the same list with movement and update made no-ops
     python benchmarks/relay.py depth   # peak memory over depth, and over the number of microbatches
 

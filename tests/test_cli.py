@@ -1,6 +1,7 @@
 """The command line, as a person uses it."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -89,3 +90,48 @@ def test_a_function_that_returns_no_model(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "packhorse", "inspect", f"{file}:nothing"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "returned int, expected (model, example)" in done.stderr
+
+
+def command(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    """The installed command in a process of its own, as wide as its lines need."""
+    environment = {**os.environ, "COLUMNS": "200"}
+    return subprocess.run(
+        [sys.executable, "-m", "packhorse", *arguments], capture_output=True, text=True, env=environment, timeout=120
+    )
+
+
+def test_train_shows_plan_progress_and_memory(tmp_path: Path) -> None:
+    store = str(tmp_path / "store")
+    flags = ["--model", "gpt-tiny", "--data", "python", "--store", store, "--rows", "4", "--microbatches", "2"]
+    done = command("train", *flags, "--steps", "2")
+    assert done.returncode == 0, done.stderr
+    for text in ("relay: 6 segments", "step 2: loss", "planned at most", "measured"):
+        assert text in done.stdout
+    refused = command("train", *flags, "--steps", "3")
+    assert refused.returncode == 2 and "holds a run at step 2" in refused.stderr
+    resumed = command("train", *flags, "--steps", "3", "--resume", "--json")
+    assert [json.loads(line)["step"] for line in resumed.stdout.splitlines()] == [3]
+    whole = command(
+        "train", *flags[:4], "--rows", "4", "--microbatches", "2", "--steps", "3", "--strategy", "relay", "--json"
+    )
+    assert json.loads(whole.stdout.splitlines()[-1])["loss"] == json.loads(resumed.stdout)["loss"]
+
+
+def test_train_refuses_data_that_does_not_fit(tmp_path: Path) -> None:
+    for flags, message in (
+        (["--model", "gpt-tiny", "--data", "nowhere.txt"], "there is no such file"),
+        (["--model", "mlp", "--data", "python"], "mlp does not take text"),
+        (["--model", "gpt-tiny", "--optimizer", "adam"], "--optimizer is 'adam', expected one of adamw"),
+        (["--model", "gpt-tiny", "--memory", "1MiB"], "the smallest budget that works"),
+    ):
+        done = command("train", *flags)
+        assert done.returncode == 2 and message in " ".join(done.stderr.split()), done.stderr
+
+
+def test_verify(tmp_path: Path) -> None:
+    done = command("verify", "gpt-tiny", "--steps", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["ok"] and found["identical"] == len(found["values"])
+    shown = command("verify", "mlp", "--store", str(tmp_path), "--clip-norm", "0.1")
+    assert shown.returncode == 0 and "same numbers" in shown.stdout

@@ -6,7 +6,34 @@ from pathlib import Path
 SOURCE = Path(__file__).parent.parent / "src" / "packhorse"
 
 # In processing order, as in docs/layout.md. A package is one layer: inside it, order is its own business.
-LAYERS = ["errors", "units", "batch", "graph", "partition", "models", "report", "cli", "__main__"]
+LAYERS = [
+    "errors",
+    "units",
+    "keys",
+    "precision",
+    "batch",
+    "graph",
+    "partition",
+    "schedule",
+    "lowering",
+    "memory",
+    "device",
+    "store",
+    "optimizer",
+    "layout",
+    "update",
+    "weights",
+    "state",
+    "plan",
+    "execute",
+    "trainer",
+    "verify",
+    "models",
+    "data",
+    "report",
+    "cli",
+    "__main__",
+]
 
 # These load torch's tracing stack (tens of megabytes), which the caller's process must not carry: only inside functions.
 HEAVY = ("packhorse.graph.export", "packhorse.graph.faithful", "packhorse.graph.cost")
@@ -20,7 +47,9 @@ def imports(path: Path, top_level: bool) -> list[str]:
     tree = ast.parse(path.read_text())
     nodes = tree.body if top_level else list(ast.walk(tree))
     names = [a.name for n in nodes if isinstance(n, ast.Import) for a in n.names]
-    names += [n.module for n in nodes if isinstance(n, ast.ImportFrom) and n.module]
+    froms = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.module]
+    names += [f"packhorse.{a.name}" for n in froms if n.module == "packhorse" for a in n.names]
+    names += [n.module for n in froms if n.module and n.module != "packhorse"]
     return [name for name in names if name.split(".")[0] == "packhorse"]
 
 

@@ -9,22 +9,40 @@ from packhorse import models
 def test_public_names() -> None:
     assert set(ph.__all__) == {
         "BatchError",
+        "BudgetError",
         "CaptureError",
+        "DiskStore",
         "Graph",
+        "Memory",
         "ModelError",
+        "NumericsError",
+        "OptimizerError",
         "PackhorseError",
         "Partition",
         "PartitionError",
+        "RamStore",
+        "ScheduleError",
         "Segment",
+        "StoreError",
+        "Trainer",
+        "Verification",
         "capture",
         "partition",
+        "verify",
     }
     assert all(hasattr(ph, name) for name in ph.__all__)
     assert all(hasattr(models, name) for name in models.__all__)
 
 
 def test_signatures() -> None:
-    assert list(inspect.signature(ph.capture).parameters) == ["model", "example", "loss", "mode", "device"]
+    assert list(inspect.signature(ph.capture).parameters) == [
+        "model",
+        "example",
+        "loss",
+        "mode",
+        "device",
+        "precision",
+    ]
     assert list(inspect.signature(ph.partition).parameters) == [
         "graph",
         "segments",
@@ -32,3 +50,26 @@ def test_signatures() -> None:
         "cuts",
         "flops_per_byte",
     ]
+    assert list(inspect.signature(ph.Trainer).parameters) == [
+        "model",
+        "optimizer",
+        "example",
+        "loss",
+        "weight",
+        "strategy",
+        "microbatches",
+        "precision",
+        "memory",
+        "store",
+        "resume",
+        "durability",
+        "update",
+        "clip_norm",
+        "scheduler",
+        "data",
+        "device",
+        "overlap",
+        "seed",
+        "weights",
+    ]
+    assert list(inspect.signature(ph.verify).parameters)[:4] == ["model", "optimizer", "example", "loss"]

@@ -440,8 +440,8 @@ def test_transfers_hide_behind_compute(where: str, tmp_path: Path) -> None:
         model = nn.Sequential(*(Slow() for _ in range(12)), nn.Linear(16, 4))
         place = tmp_path / str(rate is None)
         trainer = make_trainer(model, optimizer=torch_sgd(model.parameters()), store=slow_store(where, place, rate))
-        for kind in ("F", "R", "B"):
-            trainer._executor.handlers[kind] = slowly(trainer._executor.handlers[kind], 0.02)
+        for kind, pause in (("F", 0.02), ("R", 0.02), ("B", 0.04)):  # as in real models, backward takes twice as long
+            trainer._executor.handlers[kind] = slowly(trainer._executor.handlers[kind], pause)
         return trainer
 
     free = start(None)
