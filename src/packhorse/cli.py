@@ -132,7 +132,7 @@ def train(
         loss=task.loss,
         strategy=strategy,  # type: ignore[arg-type]  # the trainer checks these
         microbatches=microbatches,
-        precision=precision,  # type: ignore[arg-type]
+        precision=precision,  # type: ignore[arg-type]  # likewise
         memory=memory,
         store=store,
         resume=resume,
@@ -143,8 +143,9 @@ def train(
     )
     console = Console(quiet=as_json)
     console.print(Text(str(trainer.plan)))
-    state = sum(block.all_nbytes for block in trainer._layout.blocks)
-    console.print(f"training state: {format_bytes(state)} in {store or 'RAM'}; starting at step {trainer.steps}")
+    console.print(
+        f"training state: {format_bytes(trainer.plan.state_bytes)} in {store or 'RAM'}; starting at step {trainer.steps}"
+    )
     columns = (
         TextColumn("step"),
         MofNCompleteColumn(),

@@ -41,14 +41,16 @@ class Program:
     @cached_property
     def kept(self) -> frozenset[tuple[int, int]]:
         """Forwards whose graph lives until backward: no recomputation comes between."""
-        following: dict[tuple[Any, Any], str] = {}
+        following: dict[tuple[int, int], str] = {}
         kept = set()
         for kind, s, k in reversed(self.actions):
+            if s is None or k is None:
+                continue
             if kind == "F" and following.get((s, k)) == "B":
                 kept.add((s, k))
             if kind in ("F", "R", "B"):
                 following[s, k] = kind
-        return frozenset(kept)  # type: ignore[arg-type]
+        return frozenset(kept)
 
     @cached_property
     def uses(self) -> Counter[str]:

@@ -30,8 +30,8 @@ def recompute(actions: Sequence[Action], kept: Collection[int]) -> list[Action]:
 def stash(actions: Sequence[Action]) -> list[Action]:
     """Boundary values and gradients leave the device after they are made and come back before they are used."""
     lowered: list[Action] = []
-    backward = {a.segment for a in actions if a.kind == "B"}
-    first, latest = min(backward, default=-1), max(backward, default=-1)  # type: ignore[type-var]
+    backward = {a.segment for a in actions if a.kind == "B" and a.segment is not None}
+    first, latest = min(backward, default=-1), max(backward, default=-1)
     last = max(a.segment for a in actions if a.segment is not None)
     for action in actions:
         kind, s, k = action
@@ -54,19 +54,17 @@ def fetch(actions: Sequence[Action], stays: Collection[int] = ()) -> list[Action
     A run ends where compute turns to another segment. Segments in `stays` stay from their first use to their last: a graph
     that is kept holds on to the parameters it was made with.
     """
-    turns = [a.segment for a in actions]
+    compute = [(i, a.segment) for i, a in enumerate(actions) if a.kind in COMPUTE and a.segment is not None]
     uses: dict[int, list[int]] = {}
-    for i, action in enumerate(actions):
-        if action.kind in COMPUTE and action.segment is not None:
-            uses.setdefault(action.segment, []).append(i)
+    for i, s in compute:
+        uses.setdefault(s, []).append(i)
     first = {u[0]: s for s, u in uses.items()}
     last = {u[-1]: s for s, u in uses.items()}
-    compute = [i for i, a in enumerate(actions) if a.kind in COMPUTE]
-    for i, j in itertools.pairwise(compute):
-        if turns[i] != turns[j] and turns[i] not in stays:
-            last[i] = turns[i]  # type: ignore[assignment]
-        if turns[i] != turns[j] and turns[j] not in stays:
-            first[j] = turns[j]  # type: ignore[assignment]
+    for (i, s), (j, t) in itertools.pairwise(compute):
+        if s != t and s not in stays:
+            last[i] = s
+        if s != t and t not in stays:
+            first[j] = t
     lowered: list[Action] = []
     for i, action in enumerate(actions):
         if i in first:

@@ -141,7 +141,7 @@ class Stepper:
             return {}
         accepted = inspect.signature(type(self.optimizer).__init__).parameters
         defaults = {k: v for k, v in self.optimizer.defaults.items() if k in accepted}
-        fresh = type(self.optimizer)([nn.Parameter(parameter.detach().clone())], **defaults)  # type: ignore[call-arg]
+        fresh = type(self.optimizer)([nn.Parameter(parameter.detach().clone())], **defaults)  # type: ignore[call-arg]  # the subclass has them
         return dict(next(iter(fresh.state.values()), {}))
 
     def is_tileable(self, name: str) -> bool:

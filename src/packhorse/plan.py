@@ -39,6 +39,7 @@ class Plan:
     stash_bytes: int = 0  # how much of the stash stays in host memory; the rest goes to disk
     parks: frozenset[int] = frozenset()
     casts: tuple[Cast, ...] = ()
+    state_bytes: int = 0  # masters, optimizer states and working copies
     peak: dict[str, int] = field(default_factory=dict)  # bound of host memory by kind
     reasons: tuple[str, ...] = ()
 
@@ -166,6 +167,7 @@ def _make(case: Case, strategy: str, microbatches: int) -> Plan:
         case.update,
         parks=case.parks,
         casts=case.casts,
+        state_bytes=sum(block.all_nbytes for block in case.layout.blocks),
         prefetch_bytes=_two_largest_neighbours(case.weights),
     )
     return replace(plan, peak=_bound(case, plan))
@@ -189,9 +191,7 @@ def _bound(case: Case, plan: Plan) -> dict[str, int]:
         sum(b.nbytes(b.running) for b in layout.blocks_of(s) if layout.home(b) is not None)
         for s in case.partition.segments
     ]
-    boundaries = [
-        sum(case.partition.graph.values[i].nbytes for i in s._binding.outputs) * share for s in case.partition.segments
-    ]
+    boundaries = [s.output_nbytes * share for s in case.partition.segments]
     if resident:
         gradients = sum(sums) + max(fresh)
         activations = sum(made) + max(made)

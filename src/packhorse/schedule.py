@@ -136,7 +136,7 @@ class _State:
         self.restored: set[tuple[str, int, int]] = set()
         self.parked: set[int] = set()
         self.updated: set[int] = set()
-        self.normed = self.committed = False
+        self.committed = False
 
     def advance(self, action: Action) -> str:
         kind, s, k = action
@@ -146,7 +146,7 @@ class _State:
             return f"there are {self.num_segments} segments"
         if k is not None and not 0 <= k < self.num_microbatches:
             return f"there are {self.num_microbatches} microbatches"
-        handler = {
+        of_microbatch = {
             "F": self._forward,
             "R": self._recompute,
             "B": self._backward,
@@ -154,13 +154,12 @@ class _State:
             "RESTORE": self._restore,
             "STASHG": self._stash_gradients,
             "RESTOREG": self._restore_gradients,
-            "FETCH": self._fetch,
-            "EVICT": self._evict,
-            "PARK": self._park,
-            "UPDATE": self._update,
-        }.get(kind)
-        if handler is not None:
-            return handler(s, k) if k is not None else handler(s)  # type: ignore[operator,call-arg,arg-type]
+        }
+        of_segment = {"FETCH": self._fetch, "EVICT": self._evict, "PARK": self._park, "UPDATE": self._update}
+        if s is not None and k is not None:
+            return of_microbatch[kind](s, k)
+        if s is not None:
+            return of_segment[kind](s)
         return self._norm() if kind == "NORM" else self._commit()
 
     def finish(self) -> str:
@@ -280,7 +279,6 @@ class _State:
 
     def _norm(self) -> str:
         waiting = [s for s in sorted(self.backward) if s not in self.parked]
-        self.normed = True
         return f"the gradients of segment {waiting[0]} are not parked" if waiting else ""
 
     def _update(self, s: int) -> str:

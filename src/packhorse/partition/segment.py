@@ -96,6 +96,10 @@ class Segment:
         return sum(self.graph.values[i].nbytes for i in self._binding.inputs)
 
     @cached_property
+    def output_nbytes(self) -> int:
+        return sum(self.graph.values[i].nbytes for i in self._binding.outputs)
+
+    @cached_property
     def nbytes(self) -> int:
         """What running it touches at the example's rows: parameters, buffers, inputs, and every value it makes."""
         buffers = sum(self.graph.buffers[name].nbytes for name in self.buffers)
