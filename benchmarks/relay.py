@@ -135,7 +135,7 @@ def still(options: argparse.Namespace) -> Any:
 
     def drop(task: Any, action: Any) -> None:
         for key in [key for key in task.sums if key[1] == action.segment]:
-            executor.pool.give(task.sums.pop(key).flat.view(torch.uint8), "gradients")
+            executor.device.give(task.sums.pop(key).flat, "gradients")
 
     executor.handlers["UPDATE"] = executor.handlers["PARK"] = drop
     return lambda: trainer.step(batch)

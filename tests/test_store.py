@@ -12,7 +12,7 @@ from torch import Tensor
 
 from packhorse import DiskStore, RamStore, StoreError
 from packhorse.memory import Ledger, Pool, map_bytes
-from packhorse.store import MASTER, WORKING, Stash, Store, make_block
+from packhorse.store import MASTER, Stash, Store, make_block
 from packhorse.store.lane import Lane
 
 
@@ -21,9 +21,7 @@ def make_store(where: str, path: Path, **options: Any) -> Store:
 
 
 BLOCKS = [
-    make_block(
-        "0", [("a", torch.empty(7, 300)), ("b", torch.empty(()))], {MASTER: torch.float32, WORKING: torch.bfloat16}
-    ),
+    make_block("0", [("a", torch.empty(7, 300)), ("b", torch.empty(()))], {MASTER: torch.float32}, torch.bfloat16),
     make_block("1", [("c", torch.empty(2, 3, 4).transpose(0, 2)), ("d", torch.empty(9000))], {MASTER: torch.float32}),
     make_block("2", [("e", torch.empty(3, dtype=torch.bool))], {MASTER: torch.bool}),
 ]
@@ -54,6 +52,27 @@ def test_loans(where: str, tmp_path: Path) -> None:
             found = store.borrow(block, kind, start, block.numel)
             assert torch.equal(found.ready.result(), (torch.arange(start, block.numel) % 2).to(dtype))
             found.give_back()
+    store.close()
+
+
+@pytest.mark.parametrize("where", ["ram", "disk"])
+def test_a_loan_in_another_dtype_is_cast(where: str, tmp_path: Path) -> None:
+    block = make_block("0", [("a", torch.empty(3 << 20))], {MASTER: torch.float32}, torch.bfloat16)
+    assert block.is_cast and block.working_nbytes == 2 * block.numel
+    store = make_store(where, tmp_path)
+    pool = Pool(Ledger())
+    store.create([block], pool, {})
+    loan = store.borrow(block, MASTER, read=False)
+    values = loan.ready.result().copy_(torch.randn(block.numel)).clone()
+    written = loan.give_back(dirty=True)
+    if written is not None:
+        written.result()
+    store.publish(block)
+    cast = store.borrow(block, MASTER, dtype=block.working)
+    assert torch.equal(cast.ready.result(), values.bfloat16())
+    with pytest.raises(AssertionError, match="read only"):
+        cast.give_back(dirty=True)
+    cast.give_back()
     store.close()
 
 

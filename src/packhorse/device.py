@@ -1,45 +1,56 @@
 """The device: where segments run. All streams, events, pinned memory and generators are behind this one class.
 
-In: tensors in host memory. Out: tensors the device can use, and handles to wait for. `CpuDevice` is the twin for machines
+In: tensors in host memory. Out: tensors the device can use, and transfers to wait for. `CpuDevice` is the twin for machines
 without an accelerator: there host memory is device memory, so nothing is copied and every wait is over at once.
 """
 
-from typing import Any, Protocol
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from packhorse.errors import PackhorseError
-from packhorse.memory import map_bytes
+from packhorse.memory import Pool, make_like, map_bytes
+
+
+class Transfer(NamedTuple):
+    """A tensor on its way. What it comes from, `source`, must live until it has arrived."""
+
+    tensor: Tensor
+    event: Any = None
+    source: Tensor | None = None
 
 
 class Device(Protocol):
-    """What the executor may ask of a device. A transfer returns an event; use of what it moved goes through `wait`."""
+    """What the executor may ask of a device. Whatever a transfer brings is used only after one of the waits."""
 
     name: str
-    shares_host_memory: bool
 
     @property
     def generator(self) -> torch.Generator: ...
 
-    def host_bytes(self, nbytes: int) -> Tensor:
-        """Host memory that transfers are fast from."""
+    def take(self, nbytes: int, kind: str) -> Tensor:
+        """Bytes to compute in; given back by `give`, also after a download."""
         ...
 
-    def upload(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        """Starts to bring a host tensor to the device."""
+    def give(self, tensor: Tensor, kind: str) -> None: ...
+
+    def upload(self, tensor: Tensor) -> Transfer:
+        """Starts to bring a host tensor to the device. May be called from any thread."""
         ...
 
-    def download(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        """Starts to bring a device tensor to the host."""
+    def download(self, tensor: Tensor) -> Transfer:
+        """Starts to bring a device tensor to the host, once compute issued so far has made it."""
         ...
 
-    def wait(self, event: Any) -> None:
-        """Compute that follows sees what the transfer brought."""
+    def wait(self, transfer: Transfer) -> Tensor:
+        """Compute that follows sees what came."""
         ...
 
-    def wait_on_host(self, event: Any) -> None:
-        """The calling thread sees what the transfer brought."""
+    def wait_on_host(self, transfer: Transfer) -> Tensor:
+        """The calling thread sees what came."""
         ...
 
     def release(self, tensor: Tensor) -> None:
@@ -49,30 +60,59 @@ class Device(Protocol):
     def memory_allocated(self) -> int: ...
 
 
+class Arrival:
+    """Something in host memory, or soon there, that is brought to the device as soon as it can be."""
+
+    def __init__(self, device: Device, host: "Future[Tensor]"):
+        self._device = device
+        self._transfer: Future[Transfer] = Future()
+        host.add_done_callback(self._upload)
+
+    def _upload(self, host: "Future[Tensor]") -> None:
+        try:
+            self._transfer.set_result(self._device.upload(host.result()))
+        except BaseException as error:
+            self._transfer.set_exception(error)
+
+    def wait(self) -> Tensor:
+        return self._device.wait(self._transfer.result())
+
+    def wait_on_host(self) -> Tensor | None:
+        """The host side is no longer needed; None if it never came."""
+        if self._transfer.exception() is not None:
+            return None
+        return self._device.wait_on_host(self._transfer.result())
+
+
 class CpuDevice:
     """No accelerator: the working part of RAM is the device."""
 
     name = "cpu"
-    shares_host_memory = True
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
 
     @property
     def generator(self) -> torch.Generator:
         return torch.default_generator
 
-    def host_bytes(self, nbytes: int) -> Tensor:
-        return map_bytes(nbytes)
+    def take(self, nbytes: int, kind: str) -> Tensor:
+        return self._pool.take(nbytes, kind)
 
-    def upload(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        return tensor, None
+    def give(self, tensor: Tensor, kind: str) -> None:
+        self._pool.give(tensor.view(torch.uint8), kind)
 
-    def download(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        return tensor, None
+    def upload(self, tensor: Tensor) -> Transfer:
+        return Transfer(tensor)
 
-    def wait(self, event: Any) -> None:
-        pass
+    def download(self, tensor: Tensor) -> Transfer:
+        return Transfer(tensor)
 
-    def wait_on_host(self, event: Any) -> None:
-        pass
+    def wait(self, transfer: Transfer) -> Tensor:
+        return transfer.tensor
+
+    def wait_on_host(self, transfer: Transfer) -> Tensor:
+        return transfer.tensor
 
     def release(self, tensor: Tensor) -> None:
         pass
@@ -88,10 +128,9 @@ class Accelerator:
     to is used again only after the compute that read it.
     """
 
-    shares_host_memory = False
-
     def __init__(self, name: str) -> None:
         self.name = name
+        self._compute = torch.accelerator.current_stream()
         self._up = torch.Stream(device=name)
         self._down = torch.Stream(device=name)
         self._resting: list[tuple[Tensor, Any]] = []  # device buffers, and the event after their last use
@@ -101,52 +140,64 @@ class Accelerator:
         module = getattr(torch, torch.device(self.name).type)
         return module.default_generators[torch.device(self.name).index or 0]
 
-    def host_bytes(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.device(self.name).type != "mps")
+    def take(self, nbytes: int, kind: str) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.name)
 
-    def upload(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        target = self._take(tensor)
+    def give(self, tensor: Tensor, kind: str) -> None:
+        """torch's own allocator keeps it."""
+
+    def upload(self, tensor: Tensor) -> Transfer:
+        target = self._find_buffer(tensor)
         with self._up:
             target.copy_(tensor, non_blocking=True)
             event = self._up.record_event()
-        return target, event
+        return Transfer(target, event, tensor)
 
-    def _take(self, like: Tensor) -> Tensor:
+    def _find_buffer(self, like: Tensor) -> Tensor:
         for i, (buffer, event) in enumerate(self._resting):
-            if buffer.shape == like.shape and buffer.dtype == like.dtype:
+            if buffer.dtype == like.dtype and buffer.shape == like.shape and buffer.stride() == like.stride():
                 del self._resting[i]
                 self._up.wait_event(event)
                 return buffer
-        return torch.empty_like(like, device=self.name)
+        fresh = make_like(like, partial(self.take, kind="uploads"))
+        self._up.wait_event(self._compute.record_event())  # the allocator may give what running compute still reads
+        return fresh
 
-    def download(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        target = self.host_bytes(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
-        self._down.wait_event(torch.accelerator.current_stream().record_event())
+    def download(self, tensor: Tensor) -> Transfer:
+        target = make_like(tensor, self._host_memory)
+        self._down.wait_event(self._compute.record_event())
         with self._down:
             target.copy_(tensor, non_blocking=True)
             event = self._down.record_event()
-        self._resting.append((tensor, event))  # kept alive until the copy has read it
-        return target, event
+        return Transfer(target, event, tensor)
 
-    def wait(self, event: Any) -> None:
-        torch.accelerator.current_stream().wait_event(event)
+    def _host_memory(self, nbytes: int) -> Tensor:
+        """Page-aligned in any case, for direct I/O; pinned where that makes transfers faster."""
+        if torch.device(self.name).type in ("cuda", "xpu"):
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return map_bytes(nbytes)
 
-    def wait_on_host(self, event: Any) -> None:
-        event.synchronize()
+    def wait(self, transfer: Transfer) -> Tensor:
+        self._compute.wait_event(transfer.event)
+        return transfer.tensor
+
+    def wait_on_host(self, transfer: Transfer) -> Tensor:
+        transfer.event.synchronize()
+        return transfer.tensor
 
     def release(self, tensor: Tensor) -> None:
-        self._resting.append((tensor, torch.accelerator.current_stream().record_event()))
+        self._resting.append((tensor, self._compute.record_event()))
 
     def memory_allocated(self) -> int:
         return int(torch.accelerator.memory_allocated())
 
 
-def find_device(device: str | torch.device | None) -> Device:
-    """The accelerator if there is one, else the CPU; or the one that is asked for."""
+def find_device(device: str | torch.device | None, pool: Pool) -> Device:
+    """The accelerator if there is one, else the CPU, whose memory is the pool; or the one that is asked for."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     wanted = torch.device(device) if device is not None else found or torch.device("cpu")
     if wanted.type == "cpu":
-        return CpuDevice()
+        return CpuDevice(pool)
     if found is None or found.type != wanted.type:
         here = f"the accelerator here is {found.type}" if found else "there is no accelerator here"
         raise PackhorseError(f"device is {str(wanted)!r}, but {here}; leave device out to use what there is")

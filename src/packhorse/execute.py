@@ -8,7 +8,7 @@ import math
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -17,16 +17,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from packhorse.device import Device
+from packhorse.device import Arrival, Device
 from packhorse.errors import NumericsError
 from packhorse.graph import Ref
 from packhorse.keys import key_generator
-from packhorse.memory import Heap, Pool
+from packhorse.memory import Heap
 from packhorse.optimizer import Group
 from packhorse.partition import Partition, Segment
 from packhorse.schedule import Action, show
 from packhorse.state import ModelState
-from packhorse.store import Block, Loan, Stash, Store
+from packhorse.store import MASTER, Block, Loan, Stash, Store
 from packhorse.store.lane import Lane, gather
 from packhorse.update import Gradient, Updater
 
@@ -107,12 +107,13 @@ class Task:
     groups: Sequence[Group] = ()
     clip_norm: float | None = None
     loss_scale: float = 1.0
-    values: list[dict[str, Any]] = field(default_factory=list)  # per microbatch: tensors, or futures of them
+    values: list[dict[str, Any]] = field(default_factory=list)  # per microbatch: tensors, or arrivals of them
     gradients: list[dict[str, Any]] = field(default_factory=list)
     remaining: list[Counter[str]] = field(default_factory=list)
     results: list[dict[str, Tensor]] = field(default_factory=list)
     graphs: dict[tuple[int, int], tuple[dict[str, Tensor], dict[str, Tensor]]] = field(default_factory=dict)
-    buffers: dict[str, Tensor] = field(default_factory=dict)  # the written ones, as this step advances them
+    constants: dict[str, Tensor] = field(default_factory=dict)  # buffers that live in memory
+    buffers: dict[str, Tensor] = field(default_factory=dict)  # the written ones of them, as this step advances them
     sums: dict[tuple[str, int], Gradient] = field(default_factory=dict)  # (block, segment) -> gradient so far
     norms: dict[str, Tensor] = field(default_factory=dict)
     scale: Tensor | None = None  # of the gradients, before an update
@@ -135,14 +136,13 @@ class Executor:
         device: Device,
         updater: Updater,
         stash: Stash,
-        pool: Pool,
         heap: Heap,
         *,
         seed: int,
         overlap: bool,
     ):
         self.state, self.store, self.layout = state, state.store, state.layout
-        self.device, self.updater, self.stash, self.pool = device, updater, stash, pool
+        self.device, self.updater, self.stash = device, updater, stash
         self.seed, self.overlap = seed, overlap
         self.heap = heap
         self.worker = Lane("packhorse-update", 1)
@@ -173,7 +173,8 @@ class Executor:
         task.results = [{} for _ in task.microbatches]
         task.remaining = [Counter(program.uses) for _ in task.microbatches]
         written = [name for name, b in program.partition.graph.buffers.items() if b.written] if task.training else []
-        task.buffers = {name: self.state.buffers[name].clone() for name in written}
+        task.constants = {name: self._bring(buffer) for name, buffer in self.state.buffers.items()}
+        task.buffers = {name: task.constants[name].clone() for name in written}
         generator_state = self.device.generator.get_state()
         try:
             for i, action in enumerate(program.actions):
@@ -190,7 +191,9 @@ class Executor:
         finally:
             self.device.generator.set_state(generator_state)
         assert not self.stash, "what is stashed is used"
-        self.state.buffers.update(task.buffers)
+        self.state.buffers.update({name: self._bring_home(buffer) for name, buffer in task.buffers.items()})
+        for results in task.results:
+            results.update({name: self._bring_home(result) for name, result in results.items()})
         return task
 
     def drain(self) -> None:
@@ -212,7 +215,7 @@ class Executor:
         """After a failure: nothing of the step stays behind, but what was already updated."""
         task.graphs.clear()
         for gradient in task.sums.values():
-            self.pool.give(gradient.flat.view(torch.uint8), "gradients")
+            self.device.give(gradient.flat, "gradients")
         task.sums.clear()
         for fetched in self.fetched.values():
             fetched.release()
@@ -235,11 +238,12 @@ class Executor:
         values, remaining = task.values[k], task.remaining[k]
         inputs = {}
         for name in segment.inputs:
-            value = values[name] = self._wait(values[name])
-            inputs[name] = value
             remaining[name] -= 1
-            if name not in task.microbatches[k].inputs:
-                self._let_go(values, remaining, name, k)
+            if name in task.microbatches[k].inputs:
+                inputs[name] = self._bring(values[name])
+                continue
+            inputs[name] = values[name] = self._wait(values[name])
+            self._let_go(values, remaining, name, k)
         return inputs
 
     def _let_go(self, values: dict[str, Any], remaining: Counter[str], name: str, k: int) -> None:
@@ -250,7 +254,13 @@ class Executor:
             self.stash.drop((name, k))
 
     def _wait(self, value: Any) -> Tensor:
-        return value.result() if isinstance(value, Future) else value
+        return value.wait() if isinstance(value, Arrival) else value
+
+    def _bring(self, tensor: Tensor) -> Tensor:
+        return self.device.wait(self.device.upload(tensor))
+
+    def _bring_home(self, tensor: Tensor) -> Tensor:
+        return self.device.wait_on_host(self.device.download(tensor))
 
     def _run(
         self, task: Task, segment: Segment, k: int, buffers: Mapping[str, Tensor], grad: bool
@@ -265,7 +275,7 @@ class Executor:
         }
         fetched = self.fetched[segment.index].wait()
         with torch.set_grad_enabled(grad):
-            outputs = segment(fetched, {**fetched, **self.state.buffers, **buffers}, leaves, rng, rows=microbatch.rows)
+            outputs = segment(fetched, {**fetched, **task.constants, **buffers}, leaves, rng, rows=microbatch.rows)
         return leaves, outputs
 
     def _forward(self, task: Task, action: Action) -> None:
@@ -322,8 +332,8 @@ class Executor:
             return  # trainable, but none of the optimizer's
         key = (block.name, s)
         if key not in task.sums:
-            dtype = block.kinds["master"]
-            flat = self.pool.take(block.numel * dtype.itemsize, "gradients").view(dtype)
+            dtype = block.kinds[MASTER]
+            flat = self.device.take(block.numel * dtype.itemsize, "gradients").view(dtype)
             task.sums[key] = Gradient(block, flat, s)
         task.sums[key].add(slot, gradient)
 
@@ -350,7 +360,11 @@ class Executor:
         names = [*segment.outputs, *(_snapshot_name(s, name) for name in task.program.written(s))]
         for name in names:
             if name in values:
-                self.stash.put((name, k), values.pop(name))
+                self._put((name, k), values.pop(name))
+
+    def _put(self, key: Hashable, tensor: Tensor) -> None:
+        transfer = self.device.download(tensor)
+        self.stash.put(key, transfer.tensor, partial(self.device.wait_on_host, transfer))
 
     def _restore(self, task: Task, action: Action) -> None:
         segment, k = self._segment(task, action)
@@ -359,17 +373,18 @@ class Executor:
             if name not in task.values[k] and (name, k) in self.stash:
                 task.values[k][name] = self._start(self.stash.get((name, k)))
 
-    def _start(self, future: "Future[Tensor]") -> "Future[Tensor]":
+    def _start(self, host: "Future[Tensor]") -> Arrival:
+        arrival = Arrival(self.device, host)
         if not self.overlap:
-            future.result()
-        return future
+            arrival.wait()
+        return arrival
 
     def _stash_gradients(self, task: Task, action: Action) -> None:
         segment, k = self._segment(task, action)
         gradients = task.gradients[k]
         for name in segment.inputs:
             if name in gradients:
-                self.stash.put(("gradient", name, k), gradients.pop(name))
+                self._put(("gradient", name, k), gradients.pop(name))
 
     def _restore_gradients(self, task: Task, action: Action) -> None:
         segment, k = self._segment(task, action)
@@ -385,7 +400,8 @@ class Executor:
         """A complete gradient, on its way to the host."""
         gradient = task.sums.pop((block.name, s), None)
         if gradient is not None:
-            gradient.flat, gradient.arrival = self.device.download(gradient.flat)
+            gradient.arrival = self.device.download(gradient.flat)
+            gradient.flat = gradient.arrival.tensor
         return gradient
 
     def _park(self, task: Task, action: Action) -> None:
@@ -444,8 +460,9 @@ class Executor:
         finished: Future[Any] = Future()
 
         def work() -> None:
-            if gradient is not None:
+            if gradient is not None and gradient.arrival is not None:
                 self.device.wait_on_host(gradient.arrival)
+                gradient.arrival = None
             writes = job()
             gather([] if writes is None else [writes], lambda: None).add_done_callback(partial(_pass_on, finished))
 
@@ -487,32 +504,31 @@ class Fetched:
         self.store, self.device, self.blocks = store, device, blocks
         self.names = {*segment.parameters, *segment.buffers}
         self.trainable = trainable
-        self.loans: list[Future[Loan]] = [self._start(block, pending.get(block.name)) for block in blocks]
+        self.loans: list[Loan] = []
+        self.arrivals = [self._start(block, pending.get(block.name)) for block in blocks]
         self.tensors: dict[str, Tensor] | None = None
-        self.uploaded: list[Tensor] = []
 
-    def _start(self, block: Block, update: "Future[Any] | None") -> "Future[Loan]":
+    def _start(self, block: Block, update: "Future[Any] | None") -> Arrival:
         """Borrows a block as soon as its update, if one is under way, is done."""
-        loan: Future[Loan] = Future()
+        host: Future[Tensor] = Future()
 
         def borrow(finished: "Future[Any] | None") -> None:
             failure = finished.exception() if finished is not None else None
             if failure is not None:
-                loan.set_exception(failure)
-            else:
-                loan.set_result(self.store.borrow(block, block.running, urgent=True))
+                host.set_exception(failure)
+                return
+            loan = self.store.borrow(block, MASTER, urgent=True, dtype=block.working)
+            self.loans.append(loan)
+            loan.ready.add_done_callback(partial(_pass_on, host))
 
         borrow(None) if update is None else update.add_done_callback(borrow)
-        return loan
+        return Arrival(self.device, host)
 
     def wait(self) -> dict[str, Tensor]:
         if self.tensors is None:
             self.tensors = {}
-            for block, future in zip(self.blocks, self.loans, strict=True):
-                host = future.result().ready.result()
-                flat, event = self.device.upload(host)
-                self.device.wait(event)
-                self.uploaded.append(flat)
+            for block, arrival in zip(self.blocks, self.arrivals, strict=True):
+                flat = arrival.wait()
                 for slot in block.slots:
                     if slot.name in self.names:
                         view = slot.view(flat).detach()
@@ -520,20 +536,19 @@ class Fetched:
         return self.tensors
 
     def release(self) -> None:
-        for flat in self.uploaded:
-            self.device.release(flat)
+        """What is still under way must end before its buffers serve another."""
         self.tensors = None
-        self.uploaded.clear()
-        for future in self.loans:
-            if future.exception() is None:
-                loan = future.result()
-                loan.ready.exception()  # a read under way must end before its buffer serves another
-                loan.give_back()
+        for arrival in self.arrivals:
+            flat = arrival.wait_on_host()
+            if flat is not None:
+                self.device.release(flat)
+        for loan in self.loans:
+            loan.give_back()
 
 
 def _pass_on(target: "Future[Any]", source: "Future[Any]") -> None:
     error = source.exception()
-    target.set_result(None) if error is None else target.set_exception(error)
+    target.set_result(source.result()) if error is None else target.set_exception(error)
 
 
 def _snapshot_name(segment: int, buffer: str) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from packhorse.graph import Graph
 from packhorse.optimizer import StateKind, Stepper
 from packhorse.partition import Partition, Segment
-from packhorse.store import GRADIENT, MASTER, WORKING, Block, Slot, make_block
+from packhorse.store import GRADIENT, MASTER, Block, Slot, make_block
 
 
 @dataclass(frozen=True)
@@ -55,16 +55,17 @@ def make_layout(model: nn.Module, partition: Partition, stepper: Stepper, *, on_
     for name in graph.parameters:
         used = users.get(name, ())
         place: Any = used if len(used) == 1 else (name,)  # shared and unused ones have a block each
-        groups.setdefault((place, _kinds(graph, stepper, name), name in stepper.groups), []).append(name)
+        working = graph.parameters[name].working
+        groups.setdefault((place, _kinds(graph, stepper, name), working, name in stepper.groups), []).append(name)
     for name, buffer in graph.buffers.items():
         if not buffer.written and users.get(name):
             place = users[name][:1] if len(users[name]) == 1 else (name,)
-            groups.setdefault((place, ((MASTER, buffer.dtype),), False), []).append(name)
+            groups.setdefault((place, ((MASTER, buffer.dtype),), buffer.dtype, False), []).append(name)
     blocks: list[Block] = []
     block_users: dict[str, tuple[int, ...]] = {}
     states: dict[str, dict[str, tuple[StateKind, ...]]] = {}
     counts: Counter[Any] = Counter()
-    for (place, kinds, updated), names in groups.items():
+    for (place, kinds, working, updated), names in groups.items():
         name = f"{place[0]}.{counts[place]}" if counts[place] else str(place[0])
         counts[place] += 1
         kept = dict(kinds)
@@ -73,7 +74,7 @@ def make_layout(model: nn.Module, partition: Partition, stepper: Stepper, *, on_
             states[name] = {n: _states(graph, stepper, n) for n in names}
             if on_disk and (deferred or len(block_users[name]) > 1):
                 kept[GRADIENT] = kept[MASTER]
-        blocks.append(make_block(name, [(n, tensors[n]) for n in names], kept))
+        blocks.append(make_block(name, [(n, tensors[n]) for n in names], kept, working))
     return Layout(tuple(blocks), block_users, states)
 
 
@@ -94,8 +95,6 @@ def _kinds(graph: Graph, stepper: Stepper, name: str) -> tuple[tuple[str, torch.
     """The kinds a parameter is kept in: parameters with the same ones may share a block."""
     parameter = graph.parameters[name]
     kinds = {MASTER: parameter.dtype}
-    if parameter.working != parameter.dtype:
-        kinds[WORKING] = parameter.working
     if name in stepper.groups:
         kinds.update({kind.name: kind.dtype for kind in _states(graph, stepper, name) if kind.large})
     return tuple(kinds.items())

@@ -19,6 +19,7 @@ from packhorse.units import parse_bytes
 
 PAGE = 4096
 HUGE_PAGE = 2 << 20
+IDLE = 32 << 20
 
 Tier = str  # "device", "host" or "disk"; on a machine without accelerator the device tier is the working part of RAM
 
@@ -104,12 +105,29 @@ def map_bytes(nbytes: int) -> Tensor:
     return torch.frombuffer(region, dtype=torch.uint8)[:nbytes]
 
 
+def find_span(tensor: Tensor) -> int:
+    """Elements between its first and its last, which keep its strides; 0 if gaps would waste more than the tensor itself."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return span if tensor.numel() and span <= 4 * tensor.numel() else 0
+
+
+def make_like(tensor: Tensor, allocate: Callable[[int], Tensor]) -> Tensor:
+    """A tensor of the same shape and strides in new memory; without the gaps, if there are too many."""
+    span = find_span(tensor)
+    flat = allocate(max(span, tensor.numel(), 1) * tensor.element_size()).view(tensor.dtype)
+    return flat.as_strided(tensor.shape, tensor.stride()) if span else flat[: tensor.numel()].view(tensor.shape)
+
+
 class Pool:
-    """Buffers that are used again. Together with those that wait unused they never take more than was once in use."""
+    """Buffers that are used again.
+
+    Together with those that wait unused they never take more than was once in use, and what waits never more than `IDLE`:
+    a large buffer is soon mapped anew, and would lie idle while others need the memory.
+    """
 
     def __init__(self, ledger: Ledger, tier: Tier = "host"):
         self.ledger, self.tier = ledger, tier
-        self.mapped = self._in_use = self._most_in_use = 0
+        self.mapped = self._in_use = self._most_in_use = self._idle = 0
         self._waiting: list[Tensor] = []
         self._lock = threading.Lock()
 
@@ -122,6 +140,7 @@ class Pool:
             self._most_in_use = max(self._most_in_use, self._in_use)
             for i, buffer in enumerate(self._waiting):
                 if buffer.nbytes == nbytes:
+                    self._idle -= nbytes
                     self.ledger.add(self.tier, "idle buffers", -nbytes)
                     return self._waiting.pop(i)
             while self._waiting and self.mapped + nbytes > self._most_in_use:
@@ -134,10 +153,14 @@ class Pool:
         with self._lock:
             self._in_use -= buffer.nbytes
             self._waiting.append(buffer)
+            self._idle += buffer.nbytes
             self.ledger.add(self.tier, "idle buffers", buffer.nbytes)
+            while self._idle > IDLE:
+                self._drop(self._waiting.pop(0))
 
     def _drop(self, buffer: Tensor) -> None:
         self.mapped -= buffer.nbytes
+        self._idle -= buffer.nbytes
         self.ledger.add(self.tier, "idle buffers", -buffer.nbytes)
 
 

@@ -39,7 +39,7 @@ class Plan:
     stash_bytes: int = 0  # how much of the stash stays in host memory; the rest goes to disk
     parks: frozenset[int] = frozenset()
     casts: tuple[Cast, ...] = ()
-    state_bytes: int = 0  # masters, optimizer states and working copies
+    state_bytes: int = 0  # masters and optimizer states
     peak: dict[str, int] = field(default_factory=dict)  # bound of host memory by kind
     reasons: tuple[str, ...] = ()
 
@@ -103,8 +103,14 @@ class Case:
     def weights(self) -> dict[int, int]:
         return {s.index: self.fetch_bytes(s) for s in self.partition.segments}
 
+    @cached_property
+    def copies(self) -> dict[int, int]:
+        """Of those, what takes memory beside the store's own: all from disk, from RAM what is cast."""
+        blocks = {s.index: self.layout.blocks_of(s) for s in self.partition.segments}
+        return {s: sum(b.working_nbytes for b in found if self.on_disk or b.is_cast) for s, found in blocks.items()}
+
     def fetch_bytes(self, segment: Segment) -> int:
-        return sum(block.nbytes(block.running) for block in self.layout.blocks_of(segment))
+        return sum(block.working_nbytes for block in self.layout.blocks_of(segment))
 
     @cached_property
     def backward(self) -> frozenset[int]:
@@ -188,14 +194,14 @@ def _bound(case: Case, plan: Plan) -> dict[str, int]:
         for s in case.partition.segments
     ]
     fresh = [
-        sum(b.nbytes(b.running) for b in layout.blocks_of(s) if layout.home(b) is not None)
+        sum(b.working_nbytes for b in layout.blocks_of(s) if layout.home(b) is not None)
         for s in case.partition.segments
     ]
     boundaries = [s.output_nbytes * share for s in case.partition.segments]
     if resident:
         gradients = sum(sums) + max(fresh)
         activations = sum(made) + max(made)
-        weights = sum(case.weights.values()) if case.on_disk else 0
+        weights = sum(case.copies.values())
         stash = 0.0
     else:
         # Of two neighbours one is summed while the other is updated. On disk, deferred gradients wait there.
@@ -203,7 +209,7 @@ def _bound(case: Case, plan: Plan) -> dict[str, int]:
         waiting = sum(sums) if plan.update == "deferred" and not case.on_disk else 0
         gradients = max(pairs) + max(fresh) + waiting
         activations = 2 * max(made)
-        weights = plan.prefetch_bytes if case.on_disk else 0
+        weights = _two_largest_neighbours(case.copies)
         stash = 4 * max(boundaries) if case.on_disk else (sum(boundaries) + max(boundaries)) * plan.microbatches
     kinds = max((len(b.kinds) for b in layout.blocks), default=0)
     largest = max((b.numel for b in layout.blocks if GRADIENT in b.kinds or layout.home(b) is not None), default=0)
@@ -226,7 +232,7 @@ def _spend(case: Case, plan: Plan, budget: int) -> Plan:
     left, share = budget - plan.peak_bytes, plan.rows / case.partition.graph.batch.rows
     kept: list[int] = []
     for s in sorted(case.backward, reverse=True)[1:]:
-        cost = int(case.activations[s] * share * plan.microbatches) + (case.weights[s] if case.on_disk else 0)
+        cost = int(case.activations[s] * share * plan.microbatches) + case.copies[s]
         if cost > left:
             break
         kept.append(s)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from packhorse.graph import Graph
 from packhorse.layout import Layout
 from packhorse.memory import Ledger
-from packhorse.store import MASTER, WORKING, Block, Loan, Store
+from packhorse.store import MASTER, Block, Loan, Store
 from packhorse.store.blocks import align
 from packhorse.update import Small
 
@@ -58,13 +58,7 @@ class ModelState:
         assert not loans, f"no values for {[missing for _, missing in loans.values()]}"
 
     def _finish(self, block: Block, master: Loan) -> None:
-        writes: list[Future[Any] | None] = []
-        if WORKING in block.kinds:
-            working = self.store.borrow(block, WORKING, read=False)
-            working.ready.result().copy_(master.ready.result())
-            writes.append(working.give_back(dirty=True))
-        writes.append(master.give_back(dirty=True))
-        _wait(writes)
+        _wait(master.give_back(dirty=True))
         self.store.publish(block)
 
     def take_optimizer_state(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -90,7 +84,7 @@ class ModelState:
             for slot in block.slots:
                 if slot.name in small.started:
                     slot.view(loan.ready.result()).copy_(given[slot.name][kind])
-            _wait([loan.give_back(dirty=True)])
+            _wait(loan.give_back(dirty=True))
         for name in small.started:
             kept = [kind.name for kind in small.kinds[name] if not kind.large]
             small.values.update({(name, kind): given[name][kind].clone() for kind in kept})
@@ -166,7 +160,6 @@ class StateDict(Mapping[str, Tensor]):
         return len(self._names)
 
 
-def _wait(writes: list["Future[Any] | None"]) -> None:
-    for write in writes:
-        if write is not None:
-            write.result()
+def _wait(write: "Future[Any] | None") -> None:
+    if write is not None:
+        write.result()

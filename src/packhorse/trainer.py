@@ -69,11 +69,12 @@ class Trainer:
         self._graphs: dict[Any, Graph] = {}
         self._partitions: dict[int, Partition] = {}
         self._programs: dict[Any, Program] = {}
-        self._device = find_device(device)
+        self._ledger = Ledger()
+        pool = Pool(self._ledger)
+        self._device = find_device(device, pool)
         self._stepper = Stepper(optimizer, model)
         self._store: Store = _choose_store(store, durability)
         on_disk = self._store.on_disk
-        self._ledger = Ledger()
         budget = read_budget(memory)
         base = resident_bytes()
 
@@ -94,14 +95,13 @@ class Trainer:
         self._case = case
         self.plan: Plan = choose(case, strategy, microbatches, budget, available_bytes())
 
-        pool = Pool(self._ledger)
         heap = Heap(pool, plenty=(budget.limit("host") or 0) > 2 * self.plan.peak_bytes)
         self._state = ModelState(graph, self._layout, self._store, self._ledger)
-        self._updater = Updater(self._store, self._stepper, pool, self._state.small)
+        self._updater = Updater(self._store, self._stepper, self._device, self._state.small)
         self._open_store(pool, resume, weights)
         stash = Stash(self._ledger, self._store, self.plan.stash_bytes)
         self._executor = Executor(
-            self._state, self._device, self._updater, stash, pool, heap, seed=self.seed, overlap=overlap
+            self._state, self._device, self._updater, stash, heap, seed=self.seed, overlap=overlap
         )
         self._state.hand_over(model)
 

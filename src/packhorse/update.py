@@ -1,4 +1,4 @@
-"""The update: gradients in, new masters, states and working copies out, block by block, in a thread of its own.
+"""The update: gradients in, new masters and states out, block by block, in a thread of its own.
 
 In: complete gradients, in host memory or parked in the store. Out: the next version of each block. A block passes through
 memory piece by piece: while one is stepped, the next is read and the last is written, so a block of any size needs a
@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from packhorse.device import Device, Transfer
 from packhorse.errors import NumericsError
-from packhorse.memory import Pool
 from packhorse.optimizer import TILE, Group, Piece, StateKind, Stepper
-from packhorse.store import GRADIENT, MASTER, WORKING, Block, Loan, Slot, Store
+from packhorse.store import GRADIENT, MASTER, Block, Loan, Slot, Store
 from packhorse.store.lane import gather
 
 CHUNK = 1 << 20  # elements that are read, stepped and written together
@@ -32,7 +32,7 @@ class Gradient:
     flat: Tensor
     segment: int
     present: set[str] = field(default_factory=set)
-    arrival: Any = None  # of its copy in host memory
+    arrival: Transfer | None = None  # until it is in host memory
 
     def add(self, slot: Slot, gradient: Tensor) -> None:
         """The first is copied, not added to zero, so that -0.0 stays."""
@@ -60,8 +60,8 @@ class Small:
 class Updater:
     """Steps blocks. Everything here runs in one thread, one block after another."""
 
-    def __init__(self, store: Store, stepper: Stepper, pool: Pool, small: Mapping[str, Small]):
-        self.store, self.stepper, self.pool, self.small = store, stepper, pool, dict(small)
+    def __init__(self, store: Store, stepper: Stepper, device: Device, small: Mapping[str, Small]):
+        self.store, self.stepper, self.device, self.small = store, stepper, device, dict(small)
         self.parked: dict[str, Gradient] = {}
 
     # -- gradients that wait
@@ -82,7 +82,7 @@ class Updater:
             written = loan.give_back(dirty=True)
             assert written is not None
             written.result()
-            self.pool.give(gradient.flat.view(torch.uint8), "gradients")
+            self.device.give(gradient.flat, "gradients")
             gradient = Gradient(block, torch.empty(0), gradient.segment, gradient.present)
         self.parked[block.name] = gradient
 
@@ -115,7 +115,7 @@ class Updater:
 
     def _forget(self, gradient: Gradient) -> None:
         if gradient.flat.numel():
-            self.pool.give(gradient.flat.view(torch.uint8), "gradients")
+            self.device.give(gradient.flat, "gradients")
 
     # -- the update itself
 
@@ -138,8 +138,6 @@ class Updater:
             grad = self._gradient_piece(loans.pop(GRADIENT, None), gradient, parked, start, stop, scale)
             flats = {kind: loan.ready.result() for kind, loan in loans.items()}
             self._step_chunk(block, start, stop, flats, grad, present, groups, advanced)
-            if WORKING in flats:
-                flats[WORKING].copy_(flats[MASTER])
             writes += [w for w in (loan.give_back(dirty=True) for loan in loans.values()) if w is not None]
             while len(writes) > 2 * AHEAD * len(loans):  # bounds the buffers in flight
                 writes.pop(0).result()
@@ -161,8 +159,6 @@ class Updater:
             loans = {MASTER: self.store.borrow(block, MASTER, start, stop)}
             for kind in small.large:
                 loans[kind] = self.store.borrow(block, kind, start, stop, read=bool(small.started))
-            if WORKING in block.kinds:
-                loans[WORKING] = self.store.borrow(block, WORKING, start, stop, read=False)
             if parked is not None and not parked.flat.numel():
                 loans[GRADIENT] = self.store.borrow(block, GRADIENT, start, stop)
             waiting.append((start, stop, loans))

@@ -1,6 +1,6 @@
-"""The store: the model's parameters, optimizer states and working copies, in RAM or on disk."""
+"""The store: the model's parameters and optimizer states, in RAM or on disk."""
 
-from packhorse.store.blocks import GRADIENT, MASTER, WORKING, Block, Slot, make_block
+from packhorse.store.blocks import GRADIENT, MASTER, Block, Slot, make_block
 from packhorse.store.disk import DiskStore
 from packhorse.store.ram import RamStore
 from packhorse.store.stash import Stash
@@ -9,7 +9,6 @@ from packhorse.store.store import Loan, Store
 __all__ = [
     "GRADIENT",
     "MASTER",
-    "WORKING",
     "Block",
     "DiskStore",
     "Loan",

@@ -1,7 +1,7 @@
 """Blocks: how the model's tensors lie in a store.
 
-In: tensors by name, grouped by who uses them. Out: `Block`, one contiguous piece of every kind (master, working copy, each
-optimizer state). Tensors begin at multiples of `ALIGNMENT` elements in all kinds alike, so that any piece cut there can be read
+In: tensors by name, grouped by who uses them. Out: `Block`, one contiguous piece of every kind (master, each optimizer
+state). Tensors begin at multiples of `ALIGNMENT` elements in all kinds alike, so that any piece cut there can be read
 and written by direct I/O, and the same range of elements is the same piece of the model in every kind.
 """
 
@@ -16,7 +16,7 @@ from packhorse.memory import PAGE
 
 ALIGNMENT = PAGE  # in elements: a page even of one-byte elements
 
-MASTER, WORKING, GRADIENT = "master", "working", "gradient"
+MASTER, GRADIENT = "master", "gradient"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +45,23 @@ class Block:
     name: str
     slots: tuple[Slot, ...]
     kinds: Mapping[str, torch.dtype]
+    working: torch.dtype  # what segments run with: masters are cast to it as they are fetched
 
     @cached_property
     def numel(self) -> int:
         """Padding included."""
         return align(self.slots[-1].stop)
 
-    @property
-    def running(self) -> str:
-        """The kind that segments run with."""
-        return WORKING if WORKING in self.kinds else MASTER
-
     def nbytes(self, kind: str) -> int:
         return self.numel * self.kinds[kind].itemsize
+
+    @property
+    def is_cast(self) -> bool:
+        return self.working != self.kinds[MASTER]
+
+    @property
+    def working_nbytes(self) -> int:
+        return self.numel * self.working.itemsize
 
     @property
     def all_nbytes(self) -> int:
@@ -67,7 +71,12 @@ class Block:
         return {slot.name: slot.view(flat) for slot in self.slots}
 
 
-def make_block(name: str, tensors: Iterable[tuple[str, Tensor]], kinds: Mapping[str, torch.dtype]) -> Block:
+def make_block(
+    name: str,
+    tensors: Iterable[tuple[str, Tensor]],
+    kinds: Mapping[str, torch.dtype],
+    working: torch.dtype | None = None,
+) -> Block:
     """Lays tensors out one after another. Those that lie dense keep their strides, others become contiguous."""
     slots: list[Slot] = []
     start = 0
@@ -76,7 +85,7 @@ def make_block(name: str, tensors: Iterable[tuple[str, Tensor]], kinds: Mapping[
         stride = tensor.stride() if _is_dense(tensor) else torch.empty(shape, device="meta").stride()
         slots.append(Slot(tensor_name, shape, tuple(stride), start, tensor.numel()))
         start = align(slots[-1].stop)
-    return Block(name, tuple(slots), dict(kinds))
+    return Block(name, tuple(slots), dict(kinds), working or kinds[MASTER])
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from packhorse.errors import StoreError
 from packhorse.memory import Ledger, Pool
-from packhorse.store.blocks import GRADIENT, WORKING, Block
+from packhorse.store.blocks import GRADIENT, Block
 from packhorse.store.lane import Lane
 from packhorse.store.store import Link, Store
 from packhorse.units import format_bytes
@@ -112,8 +112,8 @@ class DiskStore(Store):
                 self._offsets[block.name, kind] = tuple(offsets)
 
     def _num_slots(self, kind: str) -> int:
-        """Working copies derive from masters, and gradients live within a step: both need no versions."""
-        return 1 if kind in (WORKING, GRADIENT) else self.versions
+        """Gradients live within a step and need no versions."""
+        return 1 if kind == GRADIENT else self.versions
 
     def _sizes(self) -> dict[str, int]:
         sizes: dict[str, int] = {}
@@ -153,8 +153,10 @@ class DiskStore(Store):
         read: bool = True,
         urgent: bool = False,
         buffer: Tensor | None = None,
+        dtype: torch.dtype | None = None,
     ) -> "DiskLoan":
-        return DiskLoan(self, block, kind, start, block.numel if stop is None else stop, read, urgent, buffer)
+        stop = block.numel if stop is None else stop
+        return DiskLoan(self, block, kind, start, stop, dtype or block.kinds[kind], read, urgent, buffer)
 
     def publish(self, block: Block) -> None:
         self._current[block.name] = self._written_slot(block)
@@ -176,13 +178,36 @@ class DiskStore(Store):
         slots = self._offsets[block.name, kind]
         slot = self._written_slot(block) if write else self._current[block.name]
         offset = slots[slot if len(slots) > 1 else 0] + loan.start * block.kinds[kind].itemsize
-        return self.move(
-            self._files[kind], loan.buffer, offset, loan.result, f"block {block.name} ({kind})", write, urgent
-        )
+        file, what = self._files[kind], f"block {block.name} ({kind})"
+        if loan.result.dtype == block.kinds[kind]:
+            return self.move(file, loan.buffer, offset, loan.result, what, write, urgent)
+        assert not write, "a cast copy is read only"
+        return self._read_cast(file, loan.result, block.kinds[kind], offset, what, urgent)
+
+    def _read_cast(
+        self, file: "File", target: Tensor, dtype: torch.dtype, offset: int, what: str, urgent: bool
+    ) -> "Future[Tensor]":
+        """Reads elements of `dtype` and casts them, piece by piece, so that they are never all in memory as they are stored."""
+        step = PIECE // dtype.itemsize
+
+        def job(at: int) -> Callable[[], None]:
+            def run() -> None:
+                piece = target[at : at + step]
+                stored = self._pool.take(piece.numel() * dtype.itemsize, "weights")
+                file.read(stored, offset + at * dtype.itemsize, what)
+                piece.copy_(stored.view(dtype))
+                self._pool.give(stored, "weights")
+                self.link.pass_through(stored.nbytes)
+
+            return run
+
+        return self.lane.submit_all([job(at) for at in range(0, target.numel(), step)], target, urgent=urgent)
 
     def move(
         self, file: "File", buffer: Tensor, offset: int, result: Any, what: str, write: bool, urgent: bool
     ) -> "Future[Any]":
+        """Moves bytes between a buffer and a file."""
+
         def job(at: int) -> Callable[[], None]:
             def run() -> None:
                 piece = buffer[at : at + PIECE]
@@ -230,13 +255,13 @@ class DiskLoan:
         kind: str,
         start: int,
         stop: int,
+        dtype: torch.dtype,
         read: bool,
         urgent: bool,
         buffer: Tensor | None,
     ):
         self.store, self.block, self.kind, self.start = store, block, kind, start
-        dtype = block.kinds[kind]
-        self.role = "weights" if kind == block.running else "update buffers"
+        self.role = "weights" if urgent else "update buffers"
         self.own = buffer is None
         self.buffer = (
             store.take_buffer((stop - start) * dtype.itemsize, self.role)

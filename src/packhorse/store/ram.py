@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from packhorse.memory import Pool, map_bytes
@@ -18,9 +19,11 @@ class RamStore(Store):
     def __init__(self, *, bytes_per_second: float | None = None):
         self.link = Link(bytes_per_second)
         self._memory: dict[tuple[str, str], Tensor] = {}
+        self._pool: Pool | None = None
 
     def create(self, blocks: Sequence[Block], pool: Pool, identity: Mapping[str, Any]) -> None:
         """Untouched pages take no memory, so the bytes of optimizer states count from their first update on."""
+        self._pool = pool
         for block in blocks:
             for kind, dtype in block.kinds.items():
                 self._memory[block.name, kind] = map_bytes(block.nbytes(kind)).view(dtype)
@@ -39,9 +42,13 @@ class RamStore(Store):
         read: bool = True,
         urgent: bool = False,
         buffer: Tensor | None = None,
+        dtype: torch.dtype | None = None,
     ) -> "RamLoan":
         piece = self._memory[block.name, kind][start : block.numel if stop is None else stop]
-        return RamLoan(piece, self.link, read)
+        if dtype is None or dtype == block.kinds[kind]:
+            return RamLoan(piece, self.link, read)
+        assert self._pool is not None
+        return CastLoan(piece, self.link, self._pool, dtype)
 
     def publish(self, block: Block) -> None:
         """Written in place: reads have seen it already."""
@@ -51,6 +58,8 @@ class RamStore(Store):
 
 
 class RamLoan:
+    """The piece itself."""
+
     def __init__(self, piece: Tensor, link: Link, read: bool):
         self._piece, self._link = piece, link
         self.ready: Future[Tensor] = done(piece)
@@ -61,6 +70,19 @@ class RamLoan:
         if not dirty or self._link.bytes_per_second is None:
             return None
         return _later(self._link.reserve(self._piece.nbytes), None)
+
+
+class CastLoan(RamLoan):
+    """A copy of the piece in another dtype."""
+
+    def __init__(self, piece: Tensor, link: Link, pool: Pool, dtype: torch.dtype):
+        self._pool, self._buffer = pool, pool.take(piece.numel() * dtype.itemsize, "weights")
+        super().__init__(self._buffer.view(dtype).copy_(piece), link, read=True)
+
+    def give_back(self, dirty: bool = False) -> "Future[Any] | None":
+        assert not dirty, "a cast copy is read only"
+        self._pool.give(self._buffer, "weights")
+        return None
 
 
 def _later(moment: float, result: Any) -> "Future[Any]":

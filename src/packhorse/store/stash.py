@@ -6,7 +6,7 @@ goes to a file of the store, written behind and read ahead.
 
 import threading
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from packhorse.memory import PAGE, Ledger, map_bytes
+from packhorse.memory import PAGE, Ledger, find_span, map_bytes
 from packhorse.store.disk import DiskStore, File
 from packhorse.store.store import Store, done
 
@@ -29,6 +29,7 @@ class _Kept:
     buffer: Tensor | None = None
     like: tuple[Any, ...] = ()
     dropped: bool = False
+    arrive: Callable[[], Any] = lambda: None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -45,19 +46,21 @@ class Stash:
         self._end = 0
         self._failure: BaseException | None = None
 
-    def put(self, key: Hashable, tensor: Tensor) -> None:
+    def put(self, key: Hashable, tensor: Tensor, arrive: Callable[[], Any] = lambda: None) -> None:
+        """Keeps a tensor, which may still be on its way from the device: `arrive` waits for it."""
         assert key not in self._kept, f"{key} is stashed twice"
         nbytes = tensor.nbytes
         if self.store is None or self._in_memory + nbytes <= self.budget or nbytes < PAGE:
             self._in_memory += nbytes
             self.ledger.add("host", "stash", nbytes)
-            self._kept[key] = _Kept(tensor, nbytes)
+            self._kept[key] = _Kept(tensor, nbytes, arrive=arrive)
             return
+        arrive()
         self._write(key, tensor)
 
     def _write(self, key: Hashable, tensor: Tensor) -> None:
         assert self.store is not None and self._file is not None
-        span = _span(tensor)
+        span = find_span(tensor)
         packed = tensor.as_strided((span,), (1,)) if span else tensor.reshape(-1)
         stride = tensor.stride() if span else torch.empty(tensor.shape, device="meta").stride()
         size = -(-packed.nbytes // PAGE) * PAGE
@@ -90,6 +93,7 @@ class Stash:
             raise self._failure
         kept = self._kept[key]
         if kept.offset < 0:
+            kept.arrive()
             return done(kept.tensor)
         assert self.store is not None and self._file is not None
         with kept.lock:
@@ -125,12 +129,6 @@ class Stash:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
-
-
-def _span(tensor: Tensor) -> int:
-    """Elements between its first and its last, which keep its strides; 0 if gaps would waste more than the tensor itself."""
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return span if tensor.numel() and span <= 4 * tensor.numel() else 0
 
 
 def _shape(buffer: Tensor, like: tuple[Any, ...]) -> Tensor:

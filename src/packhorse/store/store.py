@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from packhorse.errors import PackhorseError, StoreError
@@ -48,10 +49,12 @@ class Store(ABC):
         read: bool = True,
         urgent: bool = False,
         buffer: Tensor | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Loan:
         """Starts to bring elements `start` to `stop`; without `read` they need not be what they were.
 
-        With a `buffer` of the borrower's own, a store that needs one uses that.
+        With a `buffer` of the borrower's own, a store that needs one uses that. With a `dtype` other than the kind's, what
+        comes is a cast copy, to be read only.
         """
 
     @abstractmethod
