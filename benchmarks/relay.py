@@ -2,6 +2,7 @@
 
     python benchmarks/relay.py speed   # GPT 12 x 1024, 2048 tokens in 4 microbatches: plain against relay in RAM and on disk
     python benchmarks/relay.py xl      # GPT2-XL in 2 GiB, against the same list with movement and update made no-ops
+    python benchmarks/relay.py durability  # versions, checksums and commits on disk, against none of them
     python benchmarks/relay.py depth   # peak memory over depth, and over the number of microbatches
 
 Every contender is a process of its own that takes a step when told to, so that steps of different contenders alternate while
@@ -149,6 +150,9 @@ CONTENDERS: dict[str, Any] = {
     "relay on disk": lambda options, directory: relay(options, directory),
     "relay on disk, in 2 GiB": lambda options, directory: relay(options, directory, memory="2GiB"),
     "the same list, nothing moves": lambda options, directory: still(options),
+    "durability none": lambda options, directory: relay(options, directory, durability="none"),
+    "durability process": lambda options, directory: relay(options, directory, durability="process"),
+    "durability power": lambda options, directory: relay(options, directory, durability="power"),
 }
 
 
@@ -213,7 +217,7 @@ def ratio(results: dict[str, Any], name: str, against: str) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("question", choices=["speed", "xl", "depth"])
+    parser.add_argument("question", choices=["speed", "xl", "durability", "depth"])
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=2048)
@@ -235,10 +239,16 @@ def main() -> None:
                     results[name][f"against {against}"] = ratio(results, name, against)
     elif options.question == "xl":
         options.layers, options.heads, options.width = options.layers or 48, 25, 1600
-        moving, staying = list(CONTENDERS)[5:]
+        moving, staying = list(CONTENDERS)[5:7]
         results = run([moving, staying], options)
         pairs = zip(results[moving]["seconds"], results[staying]["seconds"], strict=True)
         results["step / the same list without movement"] = round(statistics.median(a / b for a, b in pairs), 3)
+    elif options.question == "durability":
+        options.layers, options.heads, options.width = options.layers or 12, 16, 1024
+        names = options.only or list(CONTENDERS)[7:]
+        results = run(names, options)
+        for name in names[1:]:
+            results[name]["against none"] = ratio(results, name, names[0])
     else:
         results = measure_depth(options)
     save(options.name or f"relay_{options.question}_{options.precision}", results)

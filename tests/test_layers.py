@@ -23,6 +23,8 @@ LAYERS = [
     "layout",
     "update",
     "weights",
+    "checkpoint",
+    "archive",
     "state",
     "plan",
     "execute",

@@ -1,6 +1,7 @@
 """Stores and stash: what is put in comes out, whatever is in flight; faults are named."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,12 @@ def test_blocks_keep_strides_and_alignment() -> None:
 
 
 @pytest.mark.parametrize("where", ["ram", "disk"])
-def test_loans(where: str, tmp_path: Path) -> None:
+def test_loans(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("packhorse.store.blocks.UNIT", 4096)
+    blocks = [replace(block) for block in BLOCKS]
     store = make_store(where, tmp_path)
-    store.create(BLOCKS, Pool(Ledger()), {})
-    for block in BLOCKS:
+    store.create(blocks, Pool(Ledger()), {})
+    for block in blocks:
         for kind in block.kinds:
             loan = store.borrow(block, kind, read=False)
             loan.ready.result().copy_(torch.arange(block.numel) % 2)
@@ -46,12 +49,12 @@ def test_loans(where: str, tmp_path: Path) -> None:
             if written is not None:
                 written.result()
         store.publish(block)
-    for block in BLOCKS:
+    for block in blocks:
         for kind, dtype in block.kinds.items():
-            start = 4096 if block.numel > 4096 else 0
-            found = store.borrow(block, kind, start, block.numel)
-            assert torch.equal(found.ready.result(), (torch.arange(start, block.numel) % 2).to(dtype))
-            found.give_back()
+            for start, stop in [*block.units, (0, block.numel)]:
+                found = store.borrow(block, kind, start, stop)
+                assert torch.equal(found.ready.result(), (torch.arange(start, stop) % 2).to(dtype))
+                found.give_back()
     store.close()
 
 
@@ -112,8 +115,8 @@ def test_stash_gives_back_what_it_took(tmp_path: Path, steps: list[tuple[int, st
             del expected[key]
     for key, tensor in expected.items():
         assert torch.equal(stash.get(key).result(), tensor)
-    store.lane.close()
     stash.close()
+    store.close()
 
 
 def test_stash_keeps_strides(tmp_path: Path) -> None:
@@ -148,10 +151,10 @@ def test_urgent_jobs_pass() -> None:
 def test_a_failing_read_names_file_and_block(tmp_path: Path) -> None:
     store = DiskStore(tmp_path)
     store.create(BLOCKS, Pool(Ledger()), {})
-    os.truncate(tmp_path / "master.bin", 4096)
+    os.truncate(tmp_path / "blocks-0" / "master.bin", 4096)
     loan = store.borrow(BLOCKS[1], MASTER)
     with pytest.raises(
-        StoreError, match=r"reading block 1 \(master\) at byte .*master.bin failed: the file ends there"
+        StoreError, match=r"reading block 1 \(master, part 1 of 1\) at byte .*master.bin failed: the file ends there"
     ):
         loan.ready.result()
 

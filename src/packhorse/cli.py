@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from packhorse.archive import check_store, describe_store, export_store, reclaim
 from packhorse.data import open_data
 from packhorse.errors import PackhorseError
 from packhorse.graph import capture
@@ -23,6 +24,7 @@ from packhorse.report import (
     describe_partition,
     describe_verification,
     partition_table,
+    store_table,
     verification_table,
 )
 from packhorse.trainer import Trainer
@@ -117,6 +119,7 @@ def train(
     optimizer: Optimizer = "adamw",
     rate: Rate = 3e-4,
     clip_norm: Annotated[float | None, typer.Option(help="Clip gradients to this global norm.")] = None,
+    durability: Annotated[str, typer.Option(help="What a commit survives: none, process or power.")] = "process",
     weights: Annotated[Path | None, typer.Option(help="First weights: a safetensors file or directory.")] = None,
     seed: Annotated[int, typer.Option(help="Of the model's first values, the data and dropout.")] = 0,
     as_json: AsJson = False,
@@ -137,6 +140,7 @@ def train(
         store=store,
         resume=resume,
         clip_norm=clip_norm,
+        durability=durability,  # type: ignore[arg-type]  # likewise
         weights=weights,
         data=batches,
         seed=seed,
@@ -177,6 +181,51 @@ def _make_optimizer(name: str, model: torch.nn.Module, rate: float) -> torch.opt
         raise PackhorseError(f"--optimizer is {name!r}, expected one of {', '.join(OPTIMIZERS)}")
     extra = {"momentum": 0.9} if name == "sgd" else {}
     return OPTIMIZERS[name](model.parameters(), lr=rate, **extra)
+
+
+stores = typer.Typer(no_args_is_help=True, help="Look at a store on disk, check it, export it, reclaim its space.")
+app.add_typer(stores, name="store")
+
+Directory = Annotated[Path, typer.Argument(metavar="DIR", help="The directory of a store.")]
+
+
+@stores.command("ls")
+def list_store(directory: Directory, as_json: AsJson = False) -> None:
+    """Show what a store holds, also while a run uses it."""
+    described = describe_store(directory)
+    typer.echo(json.dumps(described, indent=2)) if as_json else Console().print(store_table(directory, described))
+
+
+@stores.command("check")
+def check(directory: Directory, as_json: AsJson = False) -> None:
+    """Read all that is committed and verify every checksum. Exit code 1 if anything is damaged."""
+    count, problems = check_store(directory)
+    if as_json:
+        typer.echo(json.dumps({"bytes": count, "problems": problems}, indent=2))
+    else:
+        for problem in problems:
+            typer.echo(problem)
+        typer.echo(
+            f"{format_bytes(count)} read, {len(problems)} damaged parts"
+            if problems
+            else f"{format_bytes(count)} read: whole"
+        )
+    raise typer.Exit(1 if problems else 0)
+
+
+@stores.command("export")
+def export(
+    directory: Directory, target: Annotated[Path, typer.Argument(metavar="TARGET", help="Where the checkpoint goes.")]
+) -> None:
+    """Write the stored model as safetensors, with its config if it has one."""
+    for path in export_store(directory, target):
+        typer.echo(f"{path}  {format_bytes(path.stat().st_size)}")
+
+
+@stores.command("gc")
+def collect_garbage(directory: Directory) -> None:
+    """Give back the disk space that the last commit does not need. The run can still be resumed."""
+    typer.echo(f"{format_bytes(reclaim(directory))} given back")
 
 
 @app.command()

@@ -113,7 +113,7 @@ def _open_columns(path: Path, task: Task, rows: int) -> Columns:
     missing = [name for name in wanted if name not in files]
     if missing:
         raise PackhorseError(f"--data {path} has no tensor {missing[0]!r}; {task.name} takes {', '.join(wanted)}")
-    columns = {name: files.read(name) for name in wanted}
+    columns = {name: files[name].load() for name in wanted}
     if len({len(column) for column in columns.values()}) > 1:
         raise PackhorseError(f"--data {path}: its tensors have different numbers of rows")
     return Columns(columns, task.example, rows)

@@ -74,7 +74,8 @@ def make_layout(model: nn.Module, partition: Partition, stepper: Stepper, *, on_
             states[name] = {n: _states(graph, stepper, n) for n in names}
             if on_disk and (deferred or len(block_users[name]) > 1):
                 kept[GRADIENT] = kept[MASTER]
-        blocks.append(make_block(name, [(n, tensors[n]) for n in names], kept, working))
+        whole = updated and not all(stepper.is_tileable(n) for n in names)
+        blocks.append(make_block(name, [(n, tensors[n]) for n in names], kept, working, whole))
     return Layout(tuple(blocks), block_users, states)
 
 

@@ -17,8 +17,9 @@ from packhorse.partition import Partition, Segment
 from packhorse.precision import Cast, Precision
 from packhorse.schedule import Action
 from packhorse.store import GRADIENT
+from packhorse.store.blocks import UNIT
 from packhorse.units import format_bytes
-from packhorse.update import AHEAD, CHUNK
+from packhorse.update import AHEAD
 
 Strategy = Literal["auto", "resident", "relay", "pipeline"]
 
@@ -213,7 +214,7 @@ def _bound(case: Case, plan: Plan) -> dict[str, int]:
         stash = 4 * max(boundaries) if case.on_disk else (sum(boundaries) + max(boundaries)) * plan.microbatches
     kinds = max((len(b.kinds) for b in layout.blocks), default=0)
     largest = max((b.numel for b in layout.blocks if GRADIENT in b.kinds or layout.home(b) is not None), default=0)
-    update = 4 * kinds * min(CHUNK, largest) * 3 * AHEAD if case.on_disk else 0
+    update = 4 * kinds * min(UNIT, largest) * 3 * AHEAD if case.on_disk else 0
     return {
         "base": case.base_bytes,
         "store": store,

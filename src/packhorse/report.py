@@ -149,3 +149,22 @@ def describe_verification(verification: Verification) -> dict[str, Any]:
             for c in verification.comparisons
         ],
     }
+
+
+def store_table(directory: object, described: dict[str, Any]) -> Table:
+    """What `packhorse store ls` shows."""
+    table = Table(title=Text(str(directory)), show_header=False, title_justify="left")
+    held = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in described["bytes"].items())
+    rows = {
+        "step": f"{described['step']}, committed {described['committed']}",
+        "model": f"{described['model']}: {format_count(described['elements'])} elements in {described['tensors']} tensors",
+        "optimizer": described["optimizer"],
+        "holds": held,
+        "on disk": f"{format_bytes(described['bytes_on_disk'])}: {described['versions']} x {described['blocks']} blocks",
+        "in use by": described["in_use_by"] or "nobody",
+    }
+    if not described["closed"]:
+        rows["not closed"] = "written with durability='none': it can be resumed only after its run has ended properly"
+    for name, text in rows.items():
+        table.add_row(name, Text(text))
+    return table

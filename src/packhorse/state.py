@@ -4,19 +4,22 @@ In: first values, an optimizer's states, a store. Out: `ModelState`: every param
 wherever it lies. Large ones are in blocks of the store; written buffers and scalar states, a few bytes a layer, stay in memory.
 """
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from packhorse.checkpoint import Entry, write_checkpoint
 from packhorse.graph import Graph
 from packhorse.layout import Layout
 from packhorse.memory import Ledger
-from packhorse.store import MASTER, Block, Loan, Store
-from packhorse.store.blocks import align
+from packhorse.store import MASTER, Block, Slot, Store
 from packhorse.update import Small
+from packhorse.weights import FileTensor
 
 
 class ModelState:
@@ -28,37 +31,54 @@ class ModelState:
         self.buffers: dict[str, Tensor] = {}  # those that live in memory: written ones, and what no block holds
 
     def describe(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """What a store must agree on to hold this model."""
-        stored = [*self.graph.parameters.items(), *self.graph.buffers.items()]
+        """What the header of a store says of this model: enough to know it again, and to export it without it."""
+        buffers = self.graph.buffers
+        stored = [*self.graph.parameters.items(), *buffers.items()]
         return {
             "model": type(model).__name__,
-            "tensors": {name: [list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in stored},
             "optimizer": type(optimizer).__name__,
-            "precision": self.graph.precision,
+            "tensors": [
+                {
+                    "name": name,
+                    "names": list(t.names),
+                    "shape": list(t.shape),
+                    "dtype": str(t.dtype).removeprefix("torch."),
+                    "saved": name not in buffers or buffers[name].persistent,
+                }
+                for name, t in stored
+            ],
+            "config": find_config(model),
         }
 
-    def fill(self, source: Iterator[tuple[str, Tensor]]) -> None:
-        """Takes first values, block by block: a block is in memory from its first tensor to its last."""
-        loans: dict[str, tuple[Loan, set[str]]] = {}
-        for name, tensor in source:
+    def fill(self, source: Iterable[tuple[str, Tensor | FileTensor]]) -> None:
+        """Takes first values, block by block: a block is written, unit by unit, when its last tensor is known."""
+        waiting: dict[str, dict[str, Tensor | FileTensor]] = {}
+        for name, value in source:
             if name not in self.layout.places:
-                self.buffers[name] = tensor.detach().clone()
-                self.ledger.add("host", "buffers", tensor.nbytes)
+                self.buffers[name] = value.load() if isinstance(value, FileTensor) else value.detach().clone()
+                self.ledger.add("host", "buffers", self.buffers[name].nbytes)
                 continue
-            block, slot = self.layout.places[name]
-            if block.name not in loans:
-                loans[block.name] = (self.store.borrow(block, MASTER, read=False), {s.name for s in block.slots})
-            loan, missing = loans[block.name]
-            with torch.no_grad():
-                slot.view(loan.ready.result()).copy_(tensor)
-            missing.discard(name)
-            if not missing:
-                self._finish(block, loan)
-                del loans[block.name]
-        assert not loans, f"no values for {[missing for _, missing in loans.values()]}"
+            block, _ = self.layout.places[name]
+            values = waiting.setdefault(block.name, {})
+            values[name] = value
+            if len(values) == len(block.slots):
+                self._fill_block(block, waiting.pop(block.name))
+        assert not waiting, f"no values for {list(waiting)}"
 
-    def _finish(self, block: Block, master: Loan) -> None:
-        _wait(master.give_back(dirty=True))
+    def _fill_block(self, block: Block, values: Mapping[str, Tensor | FileTensor]) -> None:
+        ready = {slot.name: _in_order(values[slot.name], slot) for slot in block.slots}
+        for start, stop in block.units:
+            loan = self.store.borrow(block, MASTER, start, stop, read=False)
+            flat = loan.ready.result().zero_()
+            for slot in block.slots:
+                a, b = max(slot.start, start), min(slot.stop, stop)
+                if a < b:
+                    target, value = flat[a - start : b - start], ready[slot.name]
+                    if isinstance(value, FileTensor):
+                        value.read_into(target, a - slot.start)
+                    else:
+                        target.copy_(value[a - slot.start : b - slot.start])
+            _wait(loan.give_back(dirty=True))
         self.store.publish(block)
 
     def take_optimizer_state(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -100,6 +120,9 @@ class ModelState:
         return tensors
 
     def load_small(self, tensors: Mapping[str, Tensor]) -> None:
+        for small in self.small.values():
+            small.started.clear()
+            small.values.clear()
         for key, tensor in tensors.items():
             kind, _, name = key.partition(":")
             if kind == "buffer":
@@ -112,15 +135,37 @@ class ModelState:
 
     def read(self, name: str) -> Tensor:
         """A copy of a parameter or buffer, by any of its names, as the last update left it."""
-        stored = [*self.graph.parameters.values(), *self.graph.buffers.values()]
-        first = next(entry.name for entry in stored if name in entry.names)
+        first = self._first_name(name)
         if first in self.buffers:
             return self.buffers[first].clone()
         block, slot = self.layout.places[first]
-        loan = self.store.borrow(block, MASTER, slot.start, align(slot.stop))
-        value = slot.view(loan.ready.result(), slot.start).clone()
+        start, stop = block.around(slot)
+        loan = self.store.borrow(block, MASTER, start, stop)
+        value = slot.view(loan.ready.result(), start).clone()
         loan.give_back()
         return value
+
+    def read_pieces(self, name: str) -> Iterator[Tensor]:
+        """The elements of a parameter or buffer in the order of its dimensions, flat, a unit at a time."""
+        first = self._first_name(name)
+        block, slot = self.layout.places.get(first, (None, None))
+        if block is None or slot is None or not slot.is_contiguous:
+            yield self.read(first).contiguous().view(-1)
+            return
+        for _, start, stop in block.units_between(*block.around(slot)):
+            loan = self.store.borrow(block, MASTER, start, stop)
+            yield loan.ready.result()[max(slot.start - start, 0) : slot.stop - start]
+            loan.give_back()
+
+    def save(self, directory: str | Path, model: nn.Module) -> list[Path]:
+        """Everything a state dict has, each tensor once, as safetensors."""
+        stored = [*self.graph.parameters.values(), *(b for b in self.graph.buffers.values() if b.persistent)]
+        entries = [Entry(t.name, tuple(t.shape), t.dtype) for t in stored]
+        return write_checkpoint(directory, entries, self.read_pieces, find_config(model))
+
+    def _first_name(self, name: str) -> str:
+        stored = [*self.graph.parameters.values(), *self.graph.buffers.values()]
+        return next(entry.name for entry in stored if name in entry.names)
 
     def hand_over(self, model: nn.Module) -> None:
         """The module's parameters become views of a store in RAM, or, with a store on disk, give their memory back.
@@ -158,6 +203,29 @@ class StateDict(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+def _in_order(value: Tensor | FileTensor, slot: Slot) -> Tensor | FileTensor:
+    """A tensor's elements, flat, in the order in which its slot keeps them."""
+    if isinstance(value, FileTensor):
+        if slot.is_contiguous:
+            return value
+        value = value.load()
+    value = value.detach()
+    if tuple(value.stride()) != slot.stride:
+        value = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype).copy_(value)
+    return value.as_strided((slot.numel,), (1,))
+
+
+def find_config(model: nn.Module) -> str | None:
+    """The text of a Hugging Face config, as its own save_pretrained would write it."""
+    config = getattr(model, "config", None)
+    if not callable(getattr(config, "to_json_string", None)):
+        return None
+    fields = json.loads(config.to_json_string())  # type: ignore[union-attr]
+    fields.setdefault("architectures", None)
+    fields["architectures"] = fields["architectures"] or [type(model).__name__]
+    return json.dumps(fields, indent=2)
 
 
 def _wait(write: "Future[Any] | None") -> None:

@@ -24,6 +24,8 @@ from packhorse.plan import Case, Plan, Strategy, choose
 from packhorse.precision import LossScale, Precision, check_precision, list_casts
 from packhorse.state import ModelState, StateDict
 from packhorse.store import DiskStore, RamStore, Stash, Store
+from packhorse.store.disk import Durability
+from packhorse.store.encode import decode, encode
 from packhorse.update import Updater
 from packhorse.weights import read_files, read_model
 
@@ -47,7 +49,7 @@ class Trainer:
         memory: int | str | Memory | None = None,
         store: str | Path | Store | None = None,
         resume: bool = False,
-        durability: Literal["none", "process", "power"] = "process",
+        durability: Durability = "process",
         update: Literal["eager", "deferred"] = "eager",
         clip_norm: float | None = None,
         scheduler: Any = None,
@@ -111,13 +113,18 @@ class Trainer:
         """Trains on one batch; returns its mean loss."""
         self._check_open()
         groups = self._stepper.read_groups()
+        position = self._read_position()  # on entry: a loader that reads ahead may have moved on when the step is done
         task = self._task("train", batch, training=True)
         task.groups, task.clip_norm = groups, self.clip_norm
         task.deferred = self.deferred
         task.loss_scale = self.scaler.scale if self.scaler else 1.0
-        self._executor.run(task)
-        if not self.deferred:
-            self._executor.drain()
+        try:
+            self._executor.run(task)
+            if not self.deferred:
+                self._executor.drain()
+        except BaseException as error:
+            self._roll_back(error)
+            raise
         if task.overflowed:
             self._updater.forget_parked()
         if self.scaler:
@@ -127,8 +134,20 @@ class Trainer:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what LR schedulers ask, to warn about their order
         if self.scheduler is not None and not task.overflowed:
             self.scheduler.step()
-        self._commit()
+        self._commit(position)
         return _mean_loss(task)
+
+    def _roll_back(self, error: BaseException) -> None:
+        """After a failure: with versions, all is as the last commit left it, but the position of the data, which moves on."""
+        try:
+            facts = self._store.roll_back()
+            if facts is not None:
+                self._state.load_small(self._store.read_small())
+                self._load_facts({**facts, "data": None})
+                error.add_note(f"the store is as it was after step {self.steps}; training may go on from there")
+        except StoreError as second:
+            self._closed = True
+            error.add_note(f"the store could not be rolled back ({second}); make a new trainer with resume=True")
 
     def evaluate(self, batch: Any) -> float:
         """The mean loss in evaluation mode; nothing is updated."""
@@ -185,6 +204,12 @@ class Trainer:
                     tensor.data = value.to(tensor.dtype)
                 else:
                     tensor.copy_(value)
+
+    def save(self, directory: str | Path) -> list[Path]:
+        """Writes the model as safetensors under its own names, ties once, with its config if it has one; for others to load."""
+        self._check_open()
+        self._executor.drain()
+        return self._state.save(directory, self.model)
 
     def close(self) -> None:
         """Finishes what is under way and lets go of memory, files and threads."""
@@ -276,45 +301,61 @@ class Trainer:
         """Makes the store and fills it with the model's first values, or opens one that holds a run."""
         store, state = self._store, self._state
         manifest = store.read_manifest()
-        identity = state.describe(self.model, self.optimizer)
+        header = state.describe(self.model, self.optimizer)
         if manifest is not None and not resume:
             raise StoreError(
-                f"the store holds a run at step {manifest.get('step')}; pass resume=True to continue it, or choose another "
-                "directory"
+                f"the store holds a run at step {manifest['facts']['step']}; pass resume=True to continue it, or choose "
+                "another directory"
             )
         if manifest is None:
-            store.create(self._layout.blocks, pool, identity)
-            state.fill(read_files(self.model, weights) if weights is not None else read_model(self.model))
+            source = read_files(self.model, weights) if weights is not None else read_model(self.model)
+            store.create(self._layout.blocks, pool, header)
+            state.fill(source)
             state.take_optimizer_state(self.optimizer, self.model)
-            self._commit()
+            self._commit(self._read_position())
             return
-        store.open(self._layout.blocks, pool, identity)
-        state.load_small(store.read_small(manifest))
-        self.steps, self.seed = int(manifest["step"]), int(manifest["seed"])
-        if self.scaler and "loss_scale" in manifest:
-            self.scaler.scale, self.scaler.good_steps = manifest["loss_scale"]
-        for owner, key in ((self.scheduler, "scheduler"), (self.data, "data")):
-            if owner is not None and manifest.get(key) is not None:
-                owner.load_state_dict(manifest[key])
+        store.open(self._layout.blocks, pool, header)
+        state.load_small(store.read_small())
+        self._load_facts(manifest["facts"])
         self.optimizer.state.clear()
 
-    def _facts(self) -> dict[str, Any]:
+    def _load_facts(self, facts: Mapping[str, Any]) -> None:
+        """Step, seed, hyper-parameters, schedule and position, as the last commit left them."""
+        self.steps, self.seed = int(facts["step"]), int(facts["seed"])
+        if self.scaler and facts.get("loss_scale") is not None:
+            self.scaler.scale, self.scaler.good_steps = facts["loss_scale"]
+        groups = decode(facts["groups"])
+        if len(groups) != len(self.optimizer.param_groups):
+            raise StoreError(
+                f"the stored run has {len(groups)} parameter groups, this optimizer {len(self.optimizer.param_groups)}"
+            )
+        for group, stored in zip(self.optimizer.param_groups, groups, strict=True):
+            group.update(stored)
+        for owner, key in ((self.scheduler, "scheduler"), (self.data, "data")):
+            if owner is not None and facts.get(key) is not None:
+                owner.load_state_dict(decode(facts[key]))
+
+    def _read_position(self) -> Any:
+        """Where the data stands, if it can tell."""
+        return encode(self.data.state_dict(), "data.state_dict()") if hasattr(self.data, "state_dict") else None
+
+    def _facts(self, position: Any) -> dict[str, Any]:
         """What a commit says beside the model itself."""
-        facts: dict[str, Any] = {"step": self.steps, "seed": self.seed}
+        facts: dict[str, Any] = {"step": self.steps, "seed": self.seed, "data": position}
+        facts["groups"] = encode(self._stepper.read_groups(), "optimizer.param_groups")
         if self.scaler:
             facts["loss_scale"] = [self.scaler.scale, self.scaler.good_steps]
-        for owner, key in ((self.scheduler, "scheduler"), (self.data, "data")):
-            if owner is not None and hasattr(owner, "state_dict"):
-                facts[key] = owner.state_dict()
+        if hasattr(self.scheduler, "state_dict"):
+            facts["scheduler"] = encode(self.scheduler.state_dict(), "scheduler.state_dict()")
         return facts
 
-    def _commit(self) -> None:
+    def _commit(self, position: Any) -> None:
         """After the updates of this step, which a deferred one may still have under way."""
+        facts = self._facts(position)
         if self.deferred and self.steps:
-            facts = self._facts()
             self._executor.submit_commit(lambda: self._store.commit(facts, self._state.small_tensors()))
         else:
-            self._store.commit(self._facts(), self._state.small_tensors())
+            self._store.commit(facts, self._state.small_tensors())
 
     def _check_open(self) -> None:
         if self._closed:
@@ -363,11 +404,11 @@ def _join(graph: Graph, outputs: list[Any]) -> Any:
     return tree_unflatten(leaves, flat[0][1])
 
 
-def _choose_store(store: str | Path | Store | None, durability: str) -> Store:
+def _choose_store(store: str | Path | Store | None, durability: Durability) -> Store:
     if store is None:
         return RamStore()
     if isinstance(store, (str, Path)):
-        return DiskStore(store, versions=1 if durability == "none" else 2)
+        return DiskStore(store, durability=durability)
     return store
 
 

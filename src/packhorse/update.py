@@ -17,10 +17,9 @@ from torch import Tensor
 from packhorse.device import Device, Transfer
 from packhorse.errors import NumericsError
 from packhorse.optimizer import TILE, Group, Piece, StateKind, Stepper
-from packhorse.store import GRADIENT, MASTER, Block, Loan, Slot, Store
+from packhorse.store import GRADIENT, MASTER, Block, Loan, Slot, Store, blocks
 from packhorse.store.lane import gather
 
-CHUNK = 1 << 20  # elements that are read, stepped and written together
 AHEAD = 2  # chunks read ahead
 
 
@@ -88,7 +87,7 @@ class Updater:
 
     def _fold(self, gradient: Gradient, before: Gradient) -> None:
         """Adds what later segments found: (last + ... ) + this one; an addition of two is the same in either order."""
-        for start, stop in _chunks(gradient.block, None):
+        for start, stop in gradient.block.units:
             loan = self._parked_piece(before, start, stop)
             for slot in _inside(gradient.block, start, stop):
                 a, b = max(slot.start, start), min(slot.stop, stop)
@@ -153,9 +152,8 @@ class Updater:
         self, block: Block, present: set[str], parked: Gradient | None
     ) -> Iterator[tuple[int, int, dict[str, Loan]]]:
         small = self.small[block.name]
-        tileable = all(self.stepper.is_tileable(slot.name) for slot in block.slots)
         waiting: deque[tuple[int, int, dict[str, Loan]]] = deque()
-        for start, stop in _chunks(block, CHUNK if tileable else None):
+        for start, stop in _chunks(block):
             loans = {MASTER: self.store.borrow(block, MASTER, start, stop)}
             for kind in small.large:
                 loans[kind] = self.store.borrow(block, kind, start, stop, read=bool(small.started))
@@ -270,15 +268,15 @@ class _Piece:
         return self.loan.ready.result()
 
 
-def _chunks(block: Block, size: int | None) -> Iterator[tuple[int, int]]:
-    """Ranges of elements: of `size`, or, without, of whole tensors, as many as fit a chunk."""
-    if size is not None:
-        yield from ((at, min(at + size, block.numel)) for at in range(0, block.numel, size))
+def _chunks(block: Block) -> Iterator[tuple[int, int]]:
+    """Ranges of elements that are read, stepped and written together: units, or as many whole tensors as fit one."""
+    if not block.whole:
+        yield from block.units
         return
     start = 0
     ends = [slot.start for slot in block.slots[1:]] + [block.numel]
     for slot, end, following in zip(block.slots, ends, [*ends[1:], block.numel], strict=True):
-        if end == block.numel or following - start > CHUNK:
+        if end == block.numel or following - start > blocks.UNIT:
             yield start, end
             start = end
         assert slot.stop <= end
@@ -295,7 +293,7 @@ def _refuse_non_finite(gradient: Gradient) -> None:
             # The sum is one pass without memory; it may overflow by itself, so only then every element is asked.
             if not torch.isfinite(view.sum()) and not torch.isfinite(view).all():
                 raise NumericsError(
-                    f"the gradient of {slot.name} (segment {gradient.segment}) is not finite; this segment was not updated, "
-                    "segments after it were. With update='deferred' nothing would have been: lower the learning rate, clip, "
+                    f"the gradient of {slot.name} (segment {gradient.segment}) is not finite; it was not used, but segments "
+                    "after it have been updated. With update='deferred' none would have been: lower the learning rate, clip, "
                     "or look at the batch"
                 )

@@ -6,28 +6,31 @@ device is given memory, initialised the way it initialises itself, read, and ret
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import _TYPES as DTYPES
+from safetensors.torch import _TYPES
 from torch import Tensor, nn
 
 from packhorse.errors import ModelError
 
+DTYPES: dict[str, torch.dtype] = {code: dtype for code, dtype in _TYPES.items() if dtype is not None}
 
-def read_model(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All parameters and buffers by first name; those on the meta device are initialised on the way."""
-    names = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
+
+def read_model(model: nn.Module, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """All parameters and buffers by first name, or `only` some; those on the meta device are initialised on the way."""
+    everything = [*model.named_parameters(), *model.named_buffers()]
+    names = {id(t): name for name, t in everything if only is None or name in only}
     seen: set[str] = set()
     for unit in _units(model):
         made = _materialise(model, unit, {i for i, name in names.items() if name not in seen})
         for key, tensor in made.items():
             seen.add(names[key])
             yield names[key], tensor
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if name not in seen:
+    for name, tensor in everything:
+        if name not in seen and id(tensor) in names:
             yield name, tensor.detach()
 
 
@@ -114,76 +117,132 @@ def _refuse_uninitialised(model: nn.Module, made: dict[int, Tensor]) -> None:
             )
 
 
-class SafetensorsFiles:
-    """Tensors of a safetensors file, or of a directory of them, read one by one, without mapping the files into memory."""
+class FileTensor:
+    """A tensor in a safetensors file, read when asked for, whole or in part, without mapping the file into memory."""
 
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
-        files = sorted(self.path.glob("*.safetensors")) if self.path.is_dir() else [self.path]
-        if not files or not all(f.is_file() for f in files):
-            raise ModelError(f"weights: {self.path} is no safetensors file, nor a directory that holds any")
-        self._entries: dict[str, tuple[Path, int, dict[str, Any]]] = {}
-        for file in files:
-            for name, (start, entry) in _read_header(file).items():
-                self._entries[name] = (file, start, entry)
+    def __init__(self, name: str, file: Path, offset: int, dtype: torch.dtype, shape: tuple[int, ...]):
+        self.name, self.file, self.offset, self.dtype, self.shape = name, file, offset, dtype, shape
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._entries
+    def read_into(self, target: Tensor, start: int = 0) -> None:
+        """Fills a flat tensor with elements from `start` on, cast if it has another dtype."""
+        if target.dtype != self.dtype:
+            stored = torch.empty(target.numel(), dtype=self.dtype)
+            self.read_into(stored, start)
+            target.copy_(stored)
+            return
+        flat: Any = target.view(torch.uint8).numpy() if target.numel() else b""
+        view, first = memoryview(flat), self.offset + start * self.dtype.itemsize
+        try:
+            with open(self.file, "rb", buffering=0) as source:
+                source.seek(first)
+                moved = 0
+                while moved < len(view):
+                    count = source.readinto(view[moved:])
+                    if not count:
+                        raise ModelError(f"{self.file} ends within {self.name}")
+                    moved += count
+                if hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(source.fileno(), first, len(view), os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise ModelError(f"reading {self.name} from {self.file} failed: {error.strerror or error}") from error
 
-    def read(self, name: str) -> Tensor:
-        file, start, entry = self._entries[name]
-        tensor = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
-        first, last = entry["data_offsets"]
-        if last - first != tensor.nbytes:
-            raise ModelError(f"{file}: {name} has {last - first} bytes, expected {tensor.nbytes} for its shape")
-        flat: Any = tensor.view(-1).view(torch.uint8).numpy() if tensor.numel() else b""
-        view = memoryview(flat)
-        with open(file, "rb", buffering=0) as source:
-            source.seek(start + first)
-            moved = 0
-            while moved < len(view):
-                count = source.readinto(view[moved:])
-                if not count:
-                    raise ModelError(f"{file} ends within {name}")
-                moved += count
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(source.fileno(), start + first, last - first, os.POSIX_FADV_DONTNEED)
+    def load(self) -> Tensor:
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        self.read_into(tensor.view(-1))
         return tensor
 
 
-def _read_header(file: Path) -> dict[str, tuple[int, dict[str, Any]]]:
+class SafetensorsFiles(Mapping[str, FileTensor]):
+    """The tensors of a safetensors file, or of a directory of them; an index there says which files count."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        files = self._find_files()
+        if not files or not all(f.is_file() for f in files):
+            raise ModelError(f"weights: {self.path} is no safetensors file, nor a directory that holds any")
+        self._tensors = {name: tensor for file in files for name, tensor in _read_header(file).items()}
+
+    def _find_files(self) -> list[Path]:
+        if not self.path.is_dir():
+            return [self.path]
+        index = self.path / "model.safetensors.index.json"
+        if not index.exists():
+            return sorted(self.path.glob("*.safetensors"))
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise ModelError(f"weights: {index} cannot be read: {error}") from None
+        missing = [name for name in names if not (self.path / name).is_file()]
+        if missing:
+            raise ModelError(f"weights: {index} names {missing[0]}, which is not there")
+        return [self.path / name for name in names]
+
+    def __getitem__(self, name: str) -> FileTensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def _read_header(file: Path) -> dict[str, FileTensor]:
+    """What a file says it holds, checked against its size."""
     try:
         with open(file, "rb") as source:
+            size = file.stat().st_size
             length = int.from_bytes(source.read(8), "little")
-            if length > file.stat().st_size:
-                raise ValueError(f"its header claims {length} bytes")
+            if length > size - 8:
+                raise ValueError(f"its header claims {length} bytes, the file has {size}")
             header = json.loads(source.read(length))
-        return {name: (8 + length, entry) for name, entry in header.items() if name != "__metadata__"}
-    except (OSError, ValueError) as error:
+        tensors = {}
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            dtype, shape = DTYPES[entry["dtype"]], tuple(int(n) for n in entry["shape"])
+            first, last = entry["data_offsets"]
+            if (
+                last - first != torch.Size(shape).numel() * dtype.itemsize
+                or not 0 <= first <= last <= size - 8 - length
+            ):
+                raise ValueError(f"{name} claims bytes {first} to {last} for {list(shape)} of {entry['dtype']}")
+            tensors[name] = FileTensor(name, file, 8 + length + first, dtype, shape)
+        return tensors
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"weights: {file} cannot be read as safetensors: {error}") from None
 
 
-def read_files(model: nn.Module, path: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """All parameters and buffers by first name, from files; buffers that no file holds come from the model."""
+def read_files(model: nn.Module, path: str | Path) -> Iterator[tuple[str, Tensor | FileTensor]]:
+    """All parameters and buffers by first name, from files; buffers that no file holds come from the model.
+
+    All names and shapes are compared before the first value is handed out.
+    """
     files = SafetensorsFiles(path)
     names: dict[int, list[str]] = {}
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
         names.setdefault(id(tensor), []).append(name)
+    parameters = {name for name, _ in model.named_parameters()}
+    found: dict[str, FileTensor] = {}
     missing = set()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         stored = next((n for n in names[id(tensor)] if n in files), None)
         if stored is None:
             missing.add(name)
-            continue
-        value = files.read(stored)
-        if tuple(value.shape) != tuple(tensor.shape):
-            raise ModelError(f"weights: {name} is {list(value.shape)} in {path}, expected {list(tensor.shape)}")
-        yield name, value
-    parameters = [name for name, _ in model.named_parameters() if name in missing]
-    if parameters:
+        elif files[stored].shape != tuple(tensor.shape):
+            shapes = f"{list(files[stored].shape)} in {path}, expected {list(tensor.shape)}"
+            raise ModelError(f"weights: {name} is {shapes}")
+        else:
+            found[name] = files[stored]
+    lost = [name for name in missing if name in parameters]
+    if lost:
         raise ModelError(
-            f"weights: {path} has no tensor {parameters[0]!r} (nor {len(parameters) - 1} more of the model's parameters)"
+            f"weights: {path} has no tensor {lost[0]!r} (nor {len(lost) - 1} more of the model's parameters)"
         )
-    for name, tensor in read_model(model):
-        if name in missing:
-            yield name, tensor
+
+    def read() -> Iterator[tuple[str, Tensor | FileTensor]]:
+        yield from found.items()
+        if missing:
+            yield from read_model(model, missing)
+
+    return read()

@@ -15,6 +15,7 @@ from torch import Tensor
 from packhorse.memory import PAGE
 
 ALIGNMENT = PAGE  # in elements: a page even of one-byte elements
+UNIT = 1 << 20  # elements, at most, that are read, checked and written together
 
 MASTER, GRADIENT = "master", "gradient"
 
@@ -33,6 +34,10 @@ class Slot:
     def stop(self) -> int:
         return self.start + self.numel
 
+    @property
+    def is_contiguous(self) -> bool:
+        return self.stride == torch.empty(self.shape, device="meta").stride()
+
     def view(self, flat: Tensor, start: int = 0) -> Tensor:
         """This tensor in a piece of its block that begins at element `start`."""
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.start - start)
@@ -46,6 +51,7 @@ class Block:
     slots: tuple[Slot, ...]
     kinds: Mapping[str, torch.dtype]
     working: torch.dtype  # what segments run with: masters are cast to it as they are fetched
+    whole: bool = False  # its tensors cannot be updated in parts
 
     @cached_property
     def numel(self) -> int:
@@ -54,6 +60,26 @@ class Block:
 
     def nbytes(self, kind: str) -> int:
         return self.numel * self.kinds[kind].itemsize
+
+    @cached_property
+    def units(self) -> tuple[tuple[int, int], ...]:
+        """Ranges of elements that are read, checked and written together: each in one tensor if those are updated whole."""
+        edges = [slot.start for slot in self.slots] if self.whole else [0]
+        ends = [*edges[1:], self.numel]
+        return tuple(
+            (a, min(a + UNIT, end)) for start, end in zip(edges, ends, strict=True) for a in range(start, end, UNIT)
+        )
+
+    def units_between(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """Number, start and stop of the units of a range, which must begin and end with one."""
+        found = [(i, a, b) for i, (a, b) in enumerate(self.units) if a >= start and b <= stop]
+        assert found and (found[0][1], found[-1][2]) == (start, stop), f"{start} to {stop} are not whole units"
+        return found
+
+    def around(self, slot: Slot) -> tuple[int, int]:
+        """The range of whole units that a tensor lies in."""
+        touched = [(a, b) for a, b in self.units if a < slot.stop and b > slot.start]
+        return (touched[0][0], touched[-1][1]) if touched else self.units[0]
 
     @property
     def is_cast(self) -> bool:
@@ -76,6 +102,7 @@ def make_block(
     tensors: Iterable[tuple[str, Tensor]],
     kinds: Mapping[str, torch.dtype],
     working: torch.dtype | None = None,
+    whole: bool = False,
 ) -> Block:
     """Lays tensors out one after another. Those that lie dense keep their strides, others become contiguous."""
     slots: list[Slot] = []
@@ -85,7 +112,7 @@ def make_block(
         stride = tensor.stride() if _is_dense(tensor) else torch.empty(shape, device="meta").stride()
         slots.append(Slot(tensor_name, shape, tuple(stride), start, tensor.numel()))
         start = align(slots[-1].stop)
-    return Block(name, tuple(slots), dict(kinds), working or kinds[MASTER])
+    return Block(name, tuple(slots), dict(kinds), working or kinds[MASTER], whole)
 
 
 def _is_dense(tensor: Tensor) -> bool:

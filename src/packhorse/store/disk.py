@@ -1,129 +1,199 @@
-"""The store on disk: one file a kind, direct I/O, versions in numbered slots, a manifest that says which slot is current.
+"""The store on disk. It is the checkpoint: whatever dies, the last committed step is there, whole.
 
-store.json       what is stored: model, blocks, kinds; written once
-manifest.json    the last committed step: which slot of each block and kind is current, and the run's own facts
+manifest.json         the last committed step: which slot of each block is current, checksums, the run's own facts
 small-N.safetensors   what is too small for blocks: written buffers, scalar optimizer states
-KIND.bin         the slots of all blocks
-stash.bin        boundary values of the step that runs; of no use afterwards
+blocks-N/header.json  what is stored: model, optimizer, tensors, blocks; written once
+blocks-N/KIND.bin     the blocks, in two slots each; `gradient.bin` lives within a step
+stash.bin             boundary values of the step that runs; of no use afterwards
+lock                  who uses the store
+
+An update never touches the slots that the manifest names. A commit writes the small tensors beside those of the last one, and
+then replaces the manifest, in one atomic step.
 """
 
-import errno
-import json
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 
 from packhorse.errors import StoreError
 from packhorse.memory import Ledger, Pool
-from packhorse.store.blocks import GRADIENT, Block
+from packhorse.store.block_files import BlockFiles, describe_blocks, rebuild_blocks
+from packhorse.store.blocks import Block
+from packhorse.store.files import File, FileSystem, Lock, digest, replace_small, seal, unseal, write_small
 from packhorse.store.lane import Lane
 from packhorse.store.store import Link, Store
 from packhorse.units import format_bytes
 
-FORMAT = 1
+FORMAT = 2
 PIECE = 4 << 20  # bytes of one I/O operation: large enough for full speed, small enough to let urgent ones pass
 THREADS = 2  # enough for full speed with pieces of that size
 
+Durability = Literal["none", "process", "power"]
+
 
 class DiskStore(Store):
-    """`bytes_per_second` slows it down; `versions=1` gives up the last committed step for half the space."""
+    """`durability`: what a commit survives: `process` its end, however sudden; `power` that of the machine; `none` nothing.
+
+    With `none` blocks are overwritten in place, unchecked, for half the space; such a store can be resumed only after it was
+    closed. `bytes_per_second` slows the store down, on purpose.
+    """
 
     on_disk = True
 
-    def __init__(self, directory: str | Path, *, bytes_per_second: float | None = None, versions: int = 2):
-        self.path = Path(directory)
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        durability: Durability = "process",
+        bytes_per_second: float | None = None,
+        filesystem: FileSystem | None = None,
+    ):
+        self.path, self.durability = Path(directory), durability
         self.link = Link(bytes_per_second)
-        self.versions = versions
+        self.system = filesystem or FileSystem()
         self.lane = Lane("packhorse-disk", THREADS)
-        self._files: dict[str, File] = {}
-        self._offsets: dict[tuple[str, str], tuple[int, ...]] = {}  # (block, kind) -> where its slots begin
-        self._current: dict[str, int] = {}  # block -> the slot that reads see
-        self._blocks: dict[str, Block] = {}
+        self.header: dict[str, Any] = {}
+        self.lock = Lock(self.path / "lock")
         self._pool = Pool(Ledger())
+        self._files: BlockFiles | None = None
+        self._committed: dict[str, Any] | None = None  # the manifest
+        self._unwritten: tuple[Mapping[str, Any], Mapping[str, Tensor]] | None = None  # without durability: a commit
+        self._torn = False  # without durability: a step failed half way
+
+    @property
+    def files(self) -> BlockFiles:
+        assert self._files is not None, "the store is not open"
+        return self._files
 
     # -- making and opening
 
     def read_manifest(self) -> dict[str, Any] | None:
-        if not (self.path / "manifest.json").exists():
+        path = self.path / "manifest.json"
+        if not path.exists():
             return None
-        try:
-            return dict(json.loads((self.path / "manifest.json").read_text()))
-        except (OSError, ValueError) as error:
-            raise StoreError(f"{self.path / 'manifest.json'} cannot be read: {error}") from None
+        manifest = unseal(path)
+        if manifest.get("format") != FORMAT:
+            raise StoreError(f"{path} has format {manifest.get('format')}, this version of packhorse reads {FORMAT}")
+        return manifest
 
-    def create(self, blocks: Sequence[Block], pool: Pool, identity: Mapping[str, Any]) -> None:
-        self._lay_out(blocks, pool)
+    def create(self, blocks: Sequence[Block], pool: Pool, header: Mapping[str, Any]) -> None:
         self._make_directory()
-        sizes = self._sizes()
-        self._refuse_if_full(sum(sizes.values()))
-        try:
-            for kind, nbytes in sizes.items():
-                self._files[kind] = File(self.path / f"{kind}.bin", nbytes)
-        except OSError as error:
-            raise StoreError(f"{self.path} cannot hold the store: {error.strerror or error}") from None
-        described = {
-            "format": FORMAT,
-            "identity": dict(identity),
-            "blocks": _describe(blocks),
-            "versions": self.versions,
-        }
-        _replace(self.path / "store.json", json.dumps(described))
-        (self.path / "manifest.json").unlink(missing_ok=True)
-        pool.ledger.add("disk", "store", sum(sizes.values()))
-
-    def open(self, blocks: Sequence[Block], pool: Pool, identity: Mapping[str, Any]) -> None:
-        found = dict(json.loads((self.path / "store.json").read_text()))
-        if found.get("format") != FORMAT:
-            raise StoreError(f"{self.path} has format {found.get('format')}, this version reads {FORMAT}")
-        if found["identity"] != json.loads(json.dumps(dict(identity))):
-            raise StoreError(f"{self.path} belongs to another model: {_difference(found['identity'], identity)}")
-        if found["blocks"] != json.loads(json.dumps(_describe(blocks))):
-            raise StoreError(
-                f"{self.path} was cut into other blocks; resume with the segments and precision it was made with"
-            )
-        self.versions = found["versions"]
-        self._lay_out(blocks, pool)
-        sizes = self._sizes()
-        for kind, nbytes in sizes.items():
-            self._files[kind] = File(self.path / f"{kind}.bin", nbytes)
-        manifest = self.read_manifest()
-        assert manifest is not None, "a store without manifest is created, not opened"
-        self._current = dict(zip(self._blocks, manifest["slots"], strict=True))
-        pool.ledger.add("disk", "store", sum(sizes.values()))
-
-    def _lay_out(self, blocks: Sequence[Block], pool: Pool) -> None:
-        self._blocks = {block.name: block for block in blocks}
-        self._current = dict.fromkeys(self._blocks, 0)
+        self.lock.take()
         self._pool = pool
-        ends: dict[str, int] = {}
+        self._files = self._make_files("blocks-0", blocks, header)
+        for number in (0, 1):  # made beforehand, so that a commit only writes
+            write_small(self.system, self._small_path(number), b"", sync=self._syncs)
+        if self._syncs:
+            self.system.sync_directory(self.path)
+        pool.ledger.add("disk", "store", sum(self.files.sizes.values()))
+
+    def _make_files(self, name: str, blocks: Sequence[Block], header: Mapping[str, Any]) -> BlockFiles:
+        path = self.path / name
+        shutil.rmtree(path, ignore_errors=True)  # left by an attempt that did not come to its first commit
+        self.system.make_directory(path)
+        versions = 1 if self.durability == "none" else 2
+        self._refuse_if_full(sum(b.nbytes(k) * (1 if k == "gradient" else versions) for b in blocks for k in b.kinds))
+        files = BlockFiles(self.system, path, blocks, versions, create=True, checked=self.durability != "none")
+        self.header = {**header, "format": FORMAT, "blocks": describe_blocks(blocks), "versions": versions}
+        replace_small(self.system, path / "header.json", seal(self.header), sync=self._syncs)
+        return files
+
+    def open_as_it_is(self, pool: Pool) -> dict[str, Any]:
+        """Opens whatever run is stored, and returns its manifest."""
+        self.lock.take()
+        self._pool = pool
+        manifest = self.read_manifest()
+        if manifest is None:
+            raise StoreError(f"{self.path} holds no run: there is no manifest.json")
+        if manifest["open"]:
+            raise StoreError(
+                f"the run in {self.path} was written with durability='none' and was not closed: blocks of different steps may "
+                "be mixed, so it cannot be continued; start again in an empty directory"
+            )
+        path = self.path / manifest["blocks"]
+        self.header = unseal(path / "header.json")
+        checked, versions = manifest["checked"], self.header["versions"]
+        blocks = rebuild_blocks(self.header["blocks"])
+        self._files = BlockFiles(self.system, path, blocks, versions, create=False, checked=checked)
+        self._committed = manifest
+        self.files.restore(manifest["version"])
+        return manifest
+
+    def open(self, blocks: Sequence[Block], pool: Pool, header: Mapping[str, Any]) -> None:
+        """Continues the run that is stored. Where the model is now cut into other blocks, it is laid out anew."""
+        manifest = self.open_as_it_is(pool)
+        difference = _difference(self.header, header)
+        if difference:
+            raise StoreError(f"{self.path} belongs to another model or optimizer: {difference}")
+        versions = 1 if self.durability == "none" else 2
+        same = self.header["blocks"] == describe_blocks(blocks) and self.header["versions"] == versions
+        if same and manifest["checked"] == (versions == 2):
+            path = self.files.path
+            self.files.close()
+            self._files = BlockFiles(
+                self.system, path, blocks, versions, create=False, checked=self.durability != "none"
+            )
+            self.files.restore(manifest["version"])
+        else:
+            self._lay_out_anew(blocks, header)
+        if self.durability == "none":
+            self._write_manifest(manifest, open=True)
+        pool.ledger.add("disk", "store", sum(self.files.sizes.values()))
+
+    def _lay_out_anew(self, blocks: Sequence[Block], header: Mapping[str, Any]) -> None:
+        """Copies all tensors into new files, unit by unit, and then lets the manifest name those."""
+        old, manifest = self.files, dict(self._committed or {})
+        number = int(old.path.name.rpartition("-")[2]) + 1
+        new = self._make_files(f"blocks-{number}", blocks, header)
         for block in blocks:
-            for kind in block.kinds:
-                offsets = []
-                for _ in range(self._num_slots(kind)):
-                    offsets.append(ends.get(kind, 0))
-                    ends[kind] = offsets[-1] + block.nbytes(kind)
-                self._offsets[block.name, kind] = tuple(offsets)
+            for kind, dtype in block.kinds.items():
+                if kind == "gradient":
+                    continue
+                for unit, (start, stop) in enumerate(block.units):
+                    buffer = self._pool.take((stop - start) * dtype.itemsize, "update buffers")
+                    buffer.zero_()
+                    known = self._gather(old, block, kind, start, stop, buffer.view(dtype))
+                    if known:
+                        new.write(block, kind, unit, buffer, new.slot(block, kind, write=True))
+                    self._pool.give(buffer, "update buffers")
+            new.publish(block)
+        if self._syncs:
+            new.sync()
+        self._files = new
+        self._write_manifest({**manifest, "blocks": new.path.name, "version": new.version()})
+        old.close()
+        shutil.rmtree(old.path)
 
-    def _num_slots(self, kind: str) -> int:
-        """Gradients live within a step and need no versions."""
-        return 1 if kind == GRADIENT else self.versions
-
-    def _sizes(self) -> dict[str, int]:
-        sizes: dict[str, int] = {}
-        for (name, kind), offsets in self._offsets.items():
-            sizes[kind] = max(sizes.get(kind, 0), offsets[-1] + self._blocks[name].nbytes(kind))
-        return sizes
+    def _gather(self, old: BlockFiles, block: Block, kind: str, start: int, stop: int, target: Tensor) -> bool:
+        """Fills a unit with what the old files hold of its tensors; false if they hold nothing."""
+        known = False
+        for slot in block.slots:
+            a, b = max(slot.start, start), min(slot.stop, stop)
+            if a >= b:
+                continue
+            source, place = old.find(slot.name)
+            if kind not in source.kinds:
+                raise StoreError(
+                    f"{self.path} has no optimizer state {kind!r} of {slot.name}; it was made with other options"
+                )
+            if all(s is None for s in old.sums[source.name, kind]) and old.checked:
+                continue  # never written: a state before the first step
+            if place.stride != slot.stride:
+                raise StoreError(f"{slot.name} lies in {self.path} in another order of dimensions")
+            target[a - start : b - start] = old.read_elements(slot.name, kind, a - slot.start, b - slot.start)
+            known = True
+        return known
 
     def _make_directory(self) -> None:
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.system.make_directory(self.path)
             probe = self.path / ".writable"
             probe.touch()
             probe.unlink()
@@ -133,8 +203,7 @@ class DiskStore(Store):
             ) from None
 
     def _refuse_if_full(self, needed: int) -> None:
-        held = sum(f.stat().st_blocks * 512 for f in self.path.glob("*.bin"))
-        free = shutil.disk_usage(self.path).free + held
+        free = shutil.disk_usage(self.path).free
         if needed > free:
             raise StoreError(
                 f"the store needs {format_bytes(needed)} in {self.path}, but {format_bytes(free)} are free there; "
@@ -159,54 +228,46 @@ class DiskStore(Store):
         return DiskLoan(self, block, kind, start, stop, dtype or block.kinds[kind], read, urgent, buffer)
 
     def publish(self, block: Block) -> None:
-        self._current[block.name] = self._written_slot(block)
+        self.files.publish(block)
 
     def carry_over(self, block: Block, kind: str) -> None:
-        if self._num_slots(kind) > 1:
+        if self.files.num_slots(kind) > 1:
             loan = self.borrow(block, kind)
             loan.ready.result()
             written = loan.give_back(dirty=True)
             assert written is not None
             written.result()
 
-    def _written_slot(self, block: Block) -> int:
-        return (self._current[block.name] + 1) % self.versions
-
     def transfer(self, loan: "DiskLoan", *, write: bool, urgent: bool) -> "Future[Tensor]":
-        """Moves a loan's bytes, in pieces."""
-        block, kind = loan.block, loan.kind
-        slots = self._offsets[block.name, kind]
-        slot = self._written_slot(block) if write else self._current[block.name]
-        offset = slots[slot if len(slots) > 1 else 0] + loan.start * block.kinds[kind].itemsize
-        file, what = self._files[kind], f"block {block.name} ({kind})"
-        if loan.result.dtype == block.kinds[kind]:
-            return self.move(file, loan.buffer, offset, loan.result, what, write, urgent)
-        assert not write, "a cast copy is read only"
-        return self._read_cast(file, loan.result, block.kinds[kind], offset, what, urgent)
+        """Moves a loan's bytes, unit by unit."""
+        block, kind, files = loan.block, loan.kind, self.files
+        slot, sums = files.slot(block, kind, write=write), files.sums[block.name, kind]
+        stored = block.kinds[kind]
 
-    def _read_cast(
-        self, file: "File", target: Tensor, dtype: torch.dtype, offset: int, what: str, urgent: bool
-    ) -> "Future[Tensor]":
-        """Reads elements of `dtype` and casts them, piece by piece, so that they are never all in memory as they are stored."""
-        step = PIECE // dtype.itemsize
-
-        def job(at: int) -> Callable[[], None]:
+        def job(unit: int, start: int, stop: int) -> Callable[[], None]:
             def run() -> None:
-                piece = target[at : at + step]
-                stored = self._pool.take(piece.numel() * dtype.itemsize, "weights")
-                file.read(stored, offset + at * dtype.itemsize, what)
-                piece.copy_(stored.view(dtype))
-                self._pool.give(stored, "weights")
-                self.link.pass_through(stored.nbytes)
+                piece = loan.result[start - loan.start : stop - loan.start]
+                if write:
+                    files.write(block, kind, unit, piece.view(torch.uint8), slot)
+                elif piece.dtype == stored:
+                    files.read(block, kind, unit, piece.view(torch.uint8), slot, sums[unit])
+                else:  # piece by piece, so that they are never all in memory as they are stored
+                    buffer = self._pool.take(piece.numel() * stored.itemsize, "weights")
+                    files.read(block, kind, unit, buffer, slot, sums[unit])
+                    piece.copy_(buffer.view(stored))
+                    self._pool.give(buffer, "weights")
+                self.link.pass_through(piece.numel() * stored.itemsize)
 
             return run
 
-        return self.lane.submit_all([job(at) for at in range(0, target.numel(), step)], target, urgent=urgent)
+        assert not write or loan.result.dtype == stored, "a cast copy is read only"
+        units = block.units_between(loan.start, loan.stop)
+        return self.lane.submit_all([job(*unit) for unit in units], loan.result, urgent=urgent)
 
     def move(
-        self, file: "File", buffer: Tensor, offset: int, result: Any, what: str, write: bool, urgent: bool
+        self, file: File, buffer: Tensor, offset: int, result: Any, what: str, write: bool, urgent: bool
     ) -> "Future[Any]":
-        """Moves bytes between a buffer and a file."""
+        """Moves bytes between a buffer and a file that is none of the blocks'."""
 
         def job(at: int) -> Callable[[], None]:
             def run() -> None:
@@ -226,23 +287,77 @@ class DiskStore(Store):
 
     # -- the run
 
-    def commit(self, facts: Mapping[str, Any], small: Mapping[str, Tensor]) -> None:
-        """In one atomic step: the manifest is replaced."""
-        number = int(facts["step"]) % 2
-        save_file(
-            {name: tensor.contiguous() for name, tensor in small.items()}, self.path / f"small-{number}.safetensors"
-        )
-        manifest = {**facts, "format": FORMAT, "small": number, "slots": list(self._current.values())}
-        _replace(self.path / "manifest.json", json.dumps(manifest))
+    @property
+    def _syncs(self) -> bool:
+        return self.durability == "power"
 
-    def read_small(self, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
-        return load_file(self.path / f"small-{manifest['small']}.safetensors")
+    def commit(self, facts: Mapping[str, Any], small: Mapping[str, Tensor]) -> None:
+        """Everything is written before the manifest names it; replacing the manifest is the commit."""
+        if self.durability == "none" and self._committed is not None:
+            self._unwritten = (facts, small)
+            return
+        self._commit(facts, small, is_open=self.durability == "none")
+
+    def _commit(self, facts: Mapping[str, Any], small: Mapping[str, Tensor], *, is_open: bool) -> None:
+        number = 1 - self._committed["small"]["number"] if self._committed is not None else 0
+        content = save({name: tensor.contiguous() for name, tensor in small.items()})
+        write_small(self.system, self._small_path(number), content, sync=self._syncs)
+        if self._syncs:
+            self.files.sync()
+        manifest = {
+            "format": FORMAT,
+            "facts": dict(facts),
+            "small": {"number": number, "sum": f"{digest(content):016x}"},
+            "blocks": self.files.path.name,
+            "version": self.files.version(),
+            "checked": self.files.checked,
+            "open": is_open,
+        }
+        self._write_manifest(manifest)
+
+    def _write_manifest(self, manifest: Mapping[str, Any], **changes: Any) -> None:
+        manifest = {**manifest, **changes}
+        replace_small(self.system, self.path / "manifest.json", seal(manifest), sync=self._syncs)
+        self._committed = manifest
+
+    def _small_path(self, number: int) -> Path:
+        return self.path / f"small-{number}.safetensors"
+
+    def read_small(self) -> dict[str, Tensor]:
+        assert self._committed is not None
+        entry = self._committed["small"]
+        path = self._small_path(entry["number"])
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise StoreError(f"{path} cannot be read: {error.strerror or error}") from error
+        if f"{digest(content):016x}" != entry["sum"]:
+            raise StoreError(
+                f"{path} is damaged: it does not have the checksum in the manifest; bring it back from a copy"
+            )
+        try:
+            return load(content)
+        except SafetensorError as error:
+            raise StoreError(f"{path} cannot be read: {error}") from error
+
+    def roll_back(self) -> Mapping[str, Any] | None:
+        if self.durability == "none" or self._committed is None:
+            self._torn = True
+            return None
+        self.files.restore(self._committed["version"])
+        return dict(self._committed["facts"])
 
     def close(self) -> None:
         self.lane.close()
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
+        try:
+            if self._files is not None and self._unwritten is not None and not self._torn:
+                self._commit(*self._unwritten, is_open=False)
+            elif self._committed is not None and self._committed["open"] and not self._torn:
+                self._write_manifest(self._committed, open=False)
+        finally:
+            if self._files is not None:
+                self._files.close()
+            self.lock.drop()
 
 
 class DiskLoan:
@@ -260,7 +375,7 @@ class DiskLoan:
         urgent: bool,
         buffer: Tensor | None,
     ):
-        self.store, self.block, self.kind, self.start = store, block, kind, start
+        self.store, self.block, self.kind, self.start, self.stop = store, block, kind, start, stop
         self.role = "weights" if urgent else "update buffers"
         self.own = buffer is None
         self.buffer = (
@@ -286,72 +401,13 @@ class DiskLoan:
             self.store.give_buffer(self.buffer, self.role)
 
 
-class File:
-    """A file for direct I/O; where the file system offers none, an ordinary one."""
-
-    def __init__(self, path: Path, nbytes: int):
-        self.path = path
-        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
-        try:
-            self.descriptor = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o644)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            self.descriptor = os.open(path, flags, 0o644)
-        if nbytes and os.fstat(self.descriptor).st_size < nbytes:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self.descriptor, 0, nbytes)
-            else:
-                os.ftruncate(self.descriptor, nbytes)
-
-    def read(self, piece: Tensor, offset: int, what: str) -> None:
-        self._all(os.preadv, piece, offset, f"reading {what}")
-
-    def write(self, piece: Tensor, offset: int, what: str) -> None:
-        self._all(os.pwritev, piece, offset, f"writing {what}")
-
-    def _all(self, move: Callable[..., int], piece: Tensor, offset: int, what: str) -> None:
-        view = memoryview(piece.numpy())  # type: ignore[arg-type]  # numpy's stubs hide that arrays are buffers
-        moved = 0
-        while moved < len(view):
-            try:
-                count = move(self.descriptor, [view[moved:]], offset + moved)
-            except OSError as error:
-                raise StoreError(f"{what} at byte {offset + moved} of {self.path} failed: {error.strerror}") from error
-            if count == 0:
-                raise StoreError(f"{what} at byte {offset + moved} of {self.path} failed: the file ends there")
-            moved += count
-
-    def close(self) -> None:
-        os.close(self.descriptor)
-
-
-def _describe(blocks: Sequence[Block]) -> list[Any]:
-    return [
-        {
-            "name": block.name,
-            "kinds": {kind: str(dtype).removeprefix("torch.") for kind, dtype in block.kinds.items()},
-            "slots": [[slot.name, list(slot.shape), list(slot.stride), slot.start] for slot in block.slots],
-        }
-        for block in blocks
-    ]
-
-
 def _difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """The first thing in which two identities differ."""
-    wanted = json.loads(json.dumps(dict(wanted)))
-    for key in wanted:
-        if isinstance(wanted[key], dict) and isinstance(found.get(key), dict):
-            names = [n for n in {**wanted[key], **found[key]} if wanted[key].get(n) != found[key].get(n)]
-            if names:
-                return f"{names[0]} is {found[key].get(names[0])} there and {wanted[key].get(names[0])} here"
-        elif wanted[key] != found.get(key):
-            return f"{key} is {found.get(key)} there and {wanted[key]} here"
-    return "it has other facts"
-
-
-def _replace(path: Path, text: str) -> None:
-    """Writes a file so that it is there as a whole or not at all."""
-    temporary = path.with_name(f"{path.name}.new")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    """The first thing in which the stored model and this one differ; nothing if they agree."""
+    for key in ("model", "optimizer"):
+        if wanted[key] != found[key]:
+            return f"{key} is {found[key]} there and {wanted[key]} here"
+    there, here = ({t["name"]: (t["shape"], t["dtype"]) for t in h["tensors"]} for h in (found, wanted))
+    for name in {**here, **there}:
+        if there.get(name) != here.get(name):
+            return f"{name} is {there.get(name, 'not')} there and {here.get(name, 'not')} here"
+    return ""

@@ -21,7 +21,7 @@ class RamStore(Store):
         self._memory: dict[tuple[str, str], Tensor] = {}
         self._pool: Pool | None = None
 
-    def create(self, blocks: Sequence[Block], pool: Pool, identity: Mapping[str, Any]) -> None:
+    def create(self, blocks: Sequence[Block], pool: Pool, header: Mapping[str, Any]) -> None:
         """Untouched pages take no memory, so the bytes of optimizer states count from their first update on."""
         self._pool = pool
         for block in blocks:

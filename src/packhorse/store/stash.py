@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from packhorse.memory import PAGE, Ledger, find_span, map_bytes
-from packhorse.store.disk import DiskStore, File
+from packhorse.store.disk import DiskStore
+from packhorse.store.files import File
 from packhorse.store.store import Store, done
 
 
@@ -41,7 +42,7 @@ class Stash:
         self.store = store = store if isinstance(store, DiskStore) else None
         self._kept: dict[Hashable, _Kept] = {}
         self._in_memory = 0
-        self._file = File(store.path / "stash.bin", 0) if store is not None else None
+        self._file = File(store.system, store.path / "stash.bin", 0, create=True) if store is not None else None
         self._free: defaultdict[int, list[int]] = defaultdict(list)
         self._end = 0
         self._failure: BaseException | None = None

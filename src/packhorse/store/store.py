@@ -35,8 +35,8 @@ class Store(ABC):
     on_disk = False
 
     @abstractmethod
-    def create(self, blocks: Sequence[Block], pool: Pool, identity: Mapping[str, Any]) -> None:
-        """Makes room for all kinds of all blocks."""
+    def create(self, blocks: Sequence[Block], pool: Pool, header: Mapping[str, Any]) -> None:
+        """Makes room for all kinds of all blocks. The header tells whose they are."""
 
     @abstractmethod
     def borrow(
@@ -75,16 +75,20 @@ class Store(ABC):
         """What the last commit left; None if there was none."""
         return None
 
-    def open(self, blocks: Sequence[Block], pool: Pool, identity: Mapping[str, Any]) -> None:
+    def open(self, blocks: Sequence[Block], pool: Pool, header: Mapping[str, Any]) -> None:
         """Continues the run that the manifest tells of."""
         raise StoreError("this store holds no run to continue")
 
     def commit(self, facts: Mapping[str, Any], small: Mapping[str, Tensor]) -> None:  # noqa: B027  # nor without a disk
         """Makes what was published, and these facts, the store's version; only a store on disk outlives the process."""
 
-    def read_small(self, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The small tensors of a commit."""
+    def read_small(self) -> dict[str, Tensor]:
+        """The small tensors of the last commit."""
         return {}
+
+    def roll_back(self) -> Mapping[str, Any] | None:
+        """After a failure: reads see the last committed version again. Returns its facts; None if there is none."""
+        return None
 
 
 class Link:

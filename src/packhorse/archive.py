@@ -1,0 +1,144 @@
+"""A store without its model: what is in it, whether it is whole, its weights for others, its space back.
+
+In: the directory of a store. Out: a description, a list of what is damaged, a checkpoint, bytes freed.
+"""
+
+import ctypes
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packhorse.checkpoint import Entry, write_checkpoint
+from packhorse.errors import StoreError
+from packhorse.memory import Ledger, Pool, map_bytes
+from packhorse.store import GRADIENT, DiskStore
+from packhorse.store.files import unseal
+
+
+@contextmanager
+def _opened(directory: str | Path) -> Iterator[DiskStore]:
+    """The store, locked, as the last commit left it."""
+    _refuse_if_missing(directory)
+    store = DiskStore(directory)
+    try:
+        store.open_as_it_is(Pool(Ledger()))
+        yield store
+    finally:
+        store.close()
+
+
+def _refuse_if_missing(directory: str | Path) -> None:
+    if not (Path(directory) / "manifest.json").is_file():
+        raise StoreError(f"{directory} is no store: there is no manifest.json in it")
+
+
+def describe_store(directory: str | Path) -> dict[str, Any]:
+    """What a store holds. Looks, without a lock, at a run that may be under way."""
+    _refuse_if_missing(directory)
+    path = Path(directory)
+    store = DiskStore(path)
+    try:
+        manifest = store.read_manifest()
+        assert manifest is not None
+        header = unseal(path / manifest["blocks"] / "header.json")
+        holder = store.lock.holder()
+    finally:
+        store.close()
+    kinds: dict[str, int] = {}
+    for block in header["blocks"]:
+        elements = sum(torch.Size(shape).numel() for _, shape, _, _ in block["slots"])
+        for kind, dtype in block["kinds"].items():
+            kinds[kind] = kinds.get(kind, 0) + elements * getattr(torch, dtype).itemsize
+    return {
+        "step": manifest["facts"]["step"],
+        "model": header["model"],
+        "optimizer": header["optimizer"],
+        "tensors": len(header["tensors"]),
+        "elements": sum(torch.Size(t["shape"]).numel() for t in header["tensors"]),
+        "blocks": len(header["blocks"]),
+        "versions": header["versions"],
+        "bytes": kinds,
+        "bytes_on_disk": sum(f.stat().st_blocks * 512 for f in path.rglob("*") if f.is_file()),
+        "committed": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime((path / "manifest.json").stat().st_mtime)),
+        "closed": not manifest["open"],
+        "in_use_by": holder,
+    }
+
+
+def check_store(directory: str | Path) -> tuple[int, list[str]]:
+    """Reads everything that is committed: how many bytes that was, and what is wrong with them."""
+    with _opened(directory) as store:
+        problems: list[str] = []
+        count = 0
+        for block in store.files.blocks.values():
+            for kind, dtype in block.kinds.items():
+                slot, sums = store.files.slot(block, kind, write=False), store.files.sums[block.name, kind]
+                for unit, (start, stop) in enumerate(block.units):
+                    if sums[unit] is None and store.files.checked:
+                        continue  # a state before the first step
+                    buffer = map_bytes((stop - start) * dtype.itemsize)
+                    count += buffer.nbytes
+                    try:
+                        store.files.read(block, kind, unit, buffer, slot, sums[unit])
+                    except StoreError as error:
+                        problems.append(str(error))
+        try:
+            count += sum(tensor.nbytes for tensor in store.read_small().values())
+        except StoreError as error:
+            problems.append(str(error))
+        return count, problems
+
+
+def export_store(directory: str | Path, target: str | Path) -> list[Path]:
+    """Writes the stored model as safetensors, as `Trainer.save` would."""
+    with _opened(directory) as store:
+        small = store.read_small()
+        saved = [t for t in store.header["tensors"] if t["saved"]]
+        entries = [Entry(t["name"], tuple(t["shape"]), getattr(torch, t["dtype"])) for t in saved]
+
+        def read_pieces(name: str) -> Iterator[Tensor]:
+            if f"buffer:{name}" in small:
+                yield small[f"buffer:{name}"].contiguous().view(-1)
+            else:
+                yield from store.files.read_pieces(name)
+
+        return write_checkpoint(target, entries, read_pieces, store.header.get("config"))
+
+
+def reclaim(directory: str | Path) -> int:
+    """Gives back what the last commit does not need: remains of steps and attempts, and the other version of every block."""
+    path = Path(directory)
+
+    def used() -> int:
+        return sum(f.stat().st_blocks * 512 for f in path.rglob("*") if f.is_file())
+
+    with _opened(directory) as store:
+        before = used()
+        for leftover in [*path.glob("*.new"), path / "stash.bin", store.files.path / f"{GRADIENT}.bin"]:
+            leftover.unlink(missing_ok=True)
+        for other in path.glob("blocks-*"):
+            if other != store.files.path:
+                shutil.rmtree(other)
+        for block in store.files.blocks.values():
+            for kind in block.kinds:
+                if store.files.num_slots(kind) > 1:
+                    spare = store.files.slot(block, kind, write=True)
+                    offset = store.files.offset(block, kind, spare)
+                    _punch_hole(store.files.files[kind].descriptor, offset, block.nbytes(kind))
+        return before - used()
+
+
+def _punch_hole(descriptor: int, offset: int, nbytes: int) -> None:
+    """Frees a part of a file, where that can be done; the next run that writes there takes it again."""
+    keep_size, punch_hole = 1, 2
+    try:
+        fallocate = ctypes.CDLL(None).fallocate
+    except (AttributeError, OSError):  # not Linux
+        return
+    fallocate(descriptor, keep_size | punch_hole, ctypes.c_longlong(offset), ctypes.c_longlong(nbytes))
