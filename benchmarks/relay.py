@@ -136,7 +136,7 @@ def still(options: argparse.Namespace) -> Any:
 
     def drop(task: Any, action: Any) -> None:
         for key in [key for key in task.sums if key[1] == action.segment]:
-            executor.device.give(task.sums.pop(key).flat, "gradients")
+            task.sums.pop(key).let_go()
 
     executor.handlers["UPDATE"] = executor.handlers["PARK"] = drop
     return lambda: trainer.step(batch)

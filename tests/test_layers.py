@@ -21,6 +21,7 @@ LAYERS = [
     "store",
     "optimizer",
     "layout",
+    "gradient",
     "update",
     "weights",
     "checkpoint",

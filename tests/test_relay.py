@@ -93,7 +93,7 @@ def test_zoo(name: str, where: str, microbatches: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["ram", "disk"])
 def test_optimizers(optimizer: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With tiles and chunks so small that every matrix is cut."""
-    monkeypatch.setattr("packhorse.update.CHUNK", 4096)
+    monkeypatch.setattr("packhorse.store.blocks.UNIT", 4096)
     monkeypatch.setattr("packhorse.update.TILE", 1024)
     model = nn.Sequential(nn.Linear(49, 130), nn.ReLU(), nn.Linear(130, 80), nn.ReLU(), nn.Linear(80, 5))
     batches = [(torch.randn(8, 49), torch.randint(5, (8,))) for _ in range(STEPS)]

@@ -262,7 +262,7 @@ def test_resume(tmp_path: Path) -> None:
     assert losses == expected.losses
     assert all(torch.equal(second.state_dict()[name], tensor) for name, tensor in expected.state.items())
     second.close()
-    with pytest.raises(ph.StoreError, match=r"belongs to another model: .* there and .* here"):
+    with pytest.raises(ph.StoreError, match=r"belongs to another model or optimizer: .* there and .* here"):
         make_trainer(make_model(width=20), make_batch(width=20), store=tmp_path, resume=True)
 
 

@@ -37,6 +37,10 @@ class Device(Protocol):
 
     def give(self, tensor: Tensor, kind: str) -> None: ...
 
+    def count(self, nbytes: int, kind: str) -> None:
+        """Memory that torch allocated itself has come, or, negative, gone."""
+        ...
+
     def upload(self, tensor: Tensor) -> Transfer:
         """Starts to bring a host tensor to the device. May be called from any thread."""
         ...
@@ -100,7 +104,10 @@ class CpuDevice:
         return self._pool.take(nbytes, kind)
 
     def give(self, tensor: Tensor, kind: str) -> None:
-        self._pool.give(tensor.view(torch.uint8), kind)
+        self._pool.give(tensor, kind)
+
+    def count(self, nbytes: int, kind: str) -> None:
+        self._pool.ledger.add("host", kind, nbytes)
 
     def upload(self, tensor: Tensor) -> Transfer:
         return Transfer(tensor)
@@ -145,6 +152,9 @@ class Accelerator:
 
     def give(self, tensor: Tensor, kind: str) -> None:
         """torch's own allocator keeps it."""
+
+    def count(self, nbytes: int, kind: str) -> None:
+        """torch counts it too."""
 
     def upload(self, tensor: Tensor) -> Transfer:
         target = self._find_buffer(tensor)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from packhorse.device import Arrival, Device
 from packhorse.errors import NumericsError
+from packhorse.gradient import Gradient
 from packhorse.graph import Ref
 from packhorse.keys import key_generator
 from packhorse.memory import Heap
@@ -28,7 +29,7 @@ from packhorse.schedule import Action, show
 from packhorse.state import ModelState
 from packhorse.store import MASTER, Block, Loan, Stash, Store
 from packhorse.store.lane import Lane, gather
-from packhorse.update import Gradient, Updater
+from packhorse.update import Updater
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,7 @@ class Executor:
         """After a failure: nothing of the step stays behind, but what was already updated."""
         task.graphs.clear()
         for gradient in task.sums.values():
-            self.device.give(gradient.flat, "gradients")
+            gradient.let_go()
         task.sums.clear()
         for fetched in self.fetched.values():
             fetched.release()
@@ -314,11 +315,12 @@ class Executor:
             if name in task.program.results and name not in seeds and outputs[name].requires_grad:
                 seeds[name] = self._seed(task, k, outputs[name])
         found = segment.differentiate(fetched, leaves, outputs, seeds)
+        alone = _find_alone(found, (*leaves.values(), *outputs.values(), *seeds.values()))
         del leaves, outputs, seeds
         for name in segment.parameters:
             gradient = found.pop(name, None)
             if gradient is not None:
-                self._accumulate(task, segment.index, name, gradient)
+                self._accumulate(task, segment.index, name, gradient, name in alone)
         gradients.update(found)
 
     def _seed(self, task: Task, k: int, loss: Tensor) -> Tensor:
@@ -326,16 +328,14 @@ class Executor:
         share = torch.tensor(task.microbatches[k].share, dtype=torch.float32) * task.loss_scale
         return share.to(loss.dtype).to(loss.device)
 
-    def _accumulate(self, task: Task, s: int, name: str, gradient: Tensor) -> None:
+    def _accumulate(self, task: Task, s: int, name: str, gradient: Tensor, alone: bool) -> None:
         block, slot = self.layout.places[name]
         if not self.layout.states.get(block.name):
             return  # trainable, but none of the optimizer's
         key = (block.name, s)
         if key not in task.sums:
-            dtype = block.kinds[MASTER]
-            flat = self.device.take(block.numel * dtype.itemsize, "gradients").view(dtype)
-            task.sums[key] = Gradient(block, flat, s)
-        task.sums[key].add(slot, gradient)
+            task.sums[key] = Gradient(block, s, self.device)
+        task.sums[key].add(slot, gradient, alone)
 
     # -- movement
 
@@ -400,8 +400,7 @@ class Executor:
         """A complete gradient, on its way to the host."""
         gradient = task.sums.pop((block.name, s), None)
         if gradient is not None:
-            gradient.arrival = self.device.download(gradient.flat)
-            gradient.flat = gradient.arrival.tensor
+            gradient.bring_home()
         return gradient
 
     def _park(self, task: Task, action: Action) -> None:
@@ -460,9 +459,8 @@ class Executor:
         finished: Future[Any] = Future()
 
         def work() -> None:
-            if gradient is not None and gradient.arrival is not None:
-                self.device.wait_on_host(gradient.arrival)
-                gradient.arrival = None
+            if gradient is not None:
+                gradient.wait()
             writes = job()
             gather([] if writes is None else [writes], lambda: None).add_done_callback(partial(_pass_on, finished))
 
@@ -544,6 +542,16 @@ class Fetched:
                 self.device.release(flat)
         for loan in self.loans:
             loan.give_back()
+
+
+def _find_alone(found: Mapping[str, Tensor | None], others: Sequence[Tensor]) -> set[str]:
+    """The gradients that are nothing else too: autograd may hand out one tensor twice, or hand on what it was given."""
+    holders = Counter(id(t) for t in (*found.values(), *others))
+
+    def is_alone(tensor: Tensor) -> bool:
+        return holders[id(tensor)] == 1 and (tensor._base is None or not holders[id(tensor._base)])
+
+    return {name for name, tensor in found.items() if tensor is not None and is_alone(tensor)}
 
 
 def _pass_on(target: "Future[Any]", source: "Future[Any]") -> None:

@@ -129,11 +129,16 @@ class Pool:
         self.ledger, self.tier = ledger, tier
         self.mapped = self._in_use = self._most_in_use = self._idle = 0
         self._waiting: list[Tensor] = []
+        self._taken: dict[int, Tensor] = {}
         self._lock = threading.Lock()
 
     def take(self, nbytes: int, kind: str) -> Tensor:
         """A buffer of at least one page; what it holds is left over from its last use."""
-        nbytes = -(-nbytes // PAGE) * PAGE
+        buffer = self._find(-(-nbytes // PAGE) * PAGE, kind)
+        self._taken[buffer.data_ptr()] = buffer
+        return buffer
+
+    def _find(self, nbytes: int, kind: str) -> Tensor:
         self.ledger.add(self.tier, kind, nbytes)
         with self._lock:
             self._in_use += nbytes
@@ -148,7 +153,9 @@ class Pool:
             self.mapped += nbytes
         return map_bytes(nbytes)
 
-    def give(self, buffer: Tensor, kind: str) -> None:
+    def give(self, tensor: Tensor, kind: str) -> None:
+        """Takes a buffer back; what is given may be a view of all that was taken."""
+        buffer = self._taken.pop(tensor.data_ptr())
         self.ledger.add(self.tier, kind, -buffer.nbytes)
         with self._lock:
             self._in_use -= buffer.nbytes

@@ -99,7 +99,7 @@ class Trainer:
 
         heap = Heap(pool, plenty=(budget.limit("host") or 0) > 2 * self.plan.peak_bytes)
         self._state = ModelState(graph, self._layout, self._store, self._ledger)
-        self._updater = Updater(self._store, self._stepper, self._device, self._state.small)
+        self._updater = Updater(self._store, self._stepper, self._state.small)
         self._open_store(pool, resume, weights)
         stash = Stash(self._ledger, self._store, self.plan.stash_bytes)
         self._executor = Executor(

@@ -14,33 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from packhorse.device import Device, Transfer
 from packhorse.errors import NumericsError
+from packhorse.gradient import Gradient
 from packhorse.optimizer import TILE, Group, Piece, StateKind, Stepper
 from packhorse.store import GRADIENT, MASTER, Block, Loan, Slot, Store, blocks
 from packhorse.store.lane import gather
 
 AHEAD = 2  # chunks read ahead
-
-
-@dataclass
-class Gradient:
-    """The gradient of a block, summed over microbatches; `present` are the tensors that have one."""
-
-    block: Block
-    flat: Tensor
-    segment: int
-    present: set[str] = field(default_factory=set)
-    arrival: Transfer | None = None  # until it is in host memory
-
-    def add(self, slot: Slot, gradient: Tensor) -> None:
-        """The first is copied, not added to zero, so that -0.0 stays."""
-        view = slot.view(self.flat)
-        if slot.name in self.present:
-            view.add_(gradient)
-        else:
-            view.copy_(gradient)
-            self.present.add(slot.name)
 
 
 @dataclass
@@ -59,8 +39,8 @@ class Small:
 class Updater:
     """Steps blocks. Everything here runs in one thread, one block after another."""
 
-    def __init__(self, store: Store, stepper: Stepper, device: Device, small: Mapping[str, Small]):
-        self.store, self.stepper, self.device, self.small = store, stepper, device, dict(small)
+    def __init__(self, store: Store, stepper: Stepper, small: Mapping[str, Small]):
+        self.store, self.stepper, self.small = store, stepper, dict(small)
         self.parked: dict[str, Gradient] = {}
 
     # -- gradients that wait
@@ -74,47 +54,58 @@ class Updater:
             self._fold(gradient, before)
         if norms is not None:
             for slot in block.slots:
-                if slot.name in gradient.present:
-                    norms[slot.name] = torch.linalg.vector_norm(slot.view(gradient.flat))
+                if slot.name in gradient.tensors:
+                    norms[slot.name] = torch.linalg.vector_norm(slot.shape_of(gradient.tensors[slot.name]))
         if GRADIENT in block.kinds:
-            loan = self.store.borrow(block, GRADIENT, read=False, buffer=gradient.flat)
-            written = loan.give_back(dirty=True)
-            assert written is not None
-            written.result()
-            self.device.give(gradient.flat, "gradients")
-            gradient = Gradient(block, torch.empty(0), gradient.segment, gradient.present)
+            self._write(gradient)
+            gradient.let_go()
         self.parked[block.name] = gradient
 
     def _fold(self, gradient: Gradient, before: Gradient) -> None:
         """Adds what later segments found: (last + ... ) + this one; an addition of two is the same in either order."""
+        block = gradient.block
+        missing = [slot for slot in block.slots if slot.name in before.present - gradient.present]
+        for slot in missing:
+            if slot.name in before.tensors:
+                gradient.take_over(slot, before)
+            else:
+                gradient.make(slot).zero_()
+        for start, stop in block.units:
+            loan = self._waiting_part(before, start, stop)
+            for slot, a, b in _inside(block, start, stop):
+                waiting, own = _part(before, loan, slot, a, b, start), gradient.piece(slot, a, b)
+                if waiting is not None and own is not None and slot.name in before.present:
+                    own.copy_(waiting) if slot in missing else own.add_(waiting)
+            if loan is not None:
+                loan.give_back()
+        before.let_go()
+
+    def _write(self, gradient: Gradient) -> None:
+        """To the store, a unit at a time."""
+        writes: list[Future[Any]] = []
         for start, stop in gradient.block.units:
-            loan = self._parked_piece(before, start, stop)
-            for slot in _inside(gradient.block, start, stop):
-                a, b = max(slot.start, start), min(slot.stop, stop)
-                if slot.name in before.present:
-                    waiting, own = loan.result()[a - start : b - start], gradient.flat[a:b]
-                    own.add_(waiting) if slot.name in gradient.present else own.copy_(waiting)
-            self._end(loan)
-        gradient.present |= before.present
-        self._forget(before)
+            loan = self.store.borrow(gradient.block, GRADIENT, start, stop, read=False)
+            flat = loan.ready.result()
+            for slot, a, b in _inside(gradient.block, start, stop):
+                own = gradient.piece(slot, a, b)
+                if own is not None:
+                    flat[a - start : b - start] = own
+            writes += [w for w in [loan.give_back(dirty=True)] if w is not None]
+            while len(writes) > 2 * AHEAD:
+                writes.pop(0).result()
+        for write in writes:
+            write.result()
 
     def forget_parked(self) -> None:
         for gradient in self.parked.values():
-            self._forget(gradient)
+            gradient.let_go()
         self.parked.clear()
 
-    def _parked_piece(self, parked: Gradient, start: int, stop: int) -> "_Piece":
-        if parked.flat.numel():
-            return _Piece(parked.flat[start:stop], None)
-        return _Piece(None, self.store.borrow(parked.block, GRADIENT, start, stop))
-
-    def _end(self, piece: "_Piece") -> None:
-        if piece.loan is not None:
-            piece.loan.give_back()
-
-    def _forget(self, gradient: Gradient) -> None:
-        if gradient.flat.numel():
-            self.device.give(gradient.flat, "gradients")
+    def _waiting_part(self, parked: Gradient | None, start: int, stop: int) -> Loan | None:
+        """A part of a gradient that waits in the store, if that is where it waits."""
+        if parked is None or GRADIENT not in parked.block.kinds:
+            return None
+        return self.store.borrow(parked.block, GRADIENT, start, stop)
 
     # -- the update itself
 
@@ -133,10 +124,21 @@ class Updater:
         present = (gradient.present if gradient else set()) | (parked.present if parked else set())
         writes: list[Future[Any]] = []
         advanced: dict[tuple[str, str], Tensor] = {}
-        for start, stop, loans in self._read_ahead(block, present, parked):
-            grad = self._gradient_piece(loans.pop(GRADIENT, None), gradient, parked, start, stop, scale)
+        for start, stop, loans in self._read_ahead(block, parked):
+            waiting = loans.pop(GRADIENT, None)
             flats = {kind: loan.ready.result() for kind, loan in loans.items()}
-            self._step_chunk(block, start, stop, flats, grad, present, groups, advanced)
+            for slot, a, b in _inside(block, start, stop):
+                if slot.name not in present:
+                    continue
+                size = b - a if block.whole or not self.stepper.is_tileable(slot.name) else TILE
+                for at in range(a, b, size):
+                    end = min(at + size, b)
+                    piece = _sum(gradient, parked, waiting, slot, at, end, start)
+                    if scale is not None:
+                        piece.mul_(scale)
+                    self._step_tile(block, slot, at, end, start, flats, piece, groups, advanced)
+            if waiting is not None:
+                waiting.give_back()
             writes += [w for w in (loan.give_back(dirty=True) for loan in loans.values()) if w is not None]
             while len(writes) > 2 * AHEAD * len(loans):  # bounds the buffers in flight
                 writes.pop(0).result()
@@ -145,78 +147,23 @@ class Updater:
         small.started |= present
         for held in (gradient, parked):
             if held is not None:
-                self._forget(held)
+                held.let_go()
         return gather(writes, lambda: self.store.publish(block))
 
-    def _read_ahead(
-        self, block: Block, present: set[str], parked: Gradient | None
-    ) -> Iterator[tuple[int, int, dict[str, Loan]]]:
+    def _read_ahead(self, block: Block, parked: Gradient | None) -> Iterator[tuple[int, int, dict[str, Loan]]]:
         small = self.small[block.name]
         waiting: deque[tuple[int, int, dict[str, Loan]]] = deque()
         for start, stop in _chunks(block):
             loans = {MASTER: self.store.borrow(block, MASTER, start, stop)}
             for kind in small.large:
                 loans[kind] = self.store.borrow(block, kind, start, stop, read=bool(small.started))
-            if parked is not None and not parked.flat.numel():
-                loans[GRADIENT] = self.store.borrow(block, GRADIENT, start, stop)
+            waiting_part = self._waiting_part(parked, start, stop)
+            if waiting_part is not None:
+                loans[GRADIENT] = waiting_part
             waiting.append((start, stop, loans))
             if len(waiting) > AHEAD:
                 yield waiting.popleft()
         yield from waiting
-
-    def _gradient_piece(
-        self,
-        loan: Loan | None,
-        gradient: Gradient | None,
-        parked: Gradient | None,
-        start: int,
-        stop: int,
-        scale: Tensor | None,
-    ) -> Tensor:
-        """The gradient of a chunk: this segment's, plus what waited, times the scale."""
-        own = gradient.flat[start:stop] if gradient is not None else None
-        if parked is None:
-            assert own is not None
-            piece = own
-        else:
-            waited = loan.ready.result() if loan is not None else parked.flat[start:stop]
-            piece = waited
-            if own is not None and gradient is not None:
-                for slot in _inside(gradient.block, start, stop):
-                    a, b = max(slot.start, start) - start, min(slot.stop, stop) - start
-                    if slot.name in gradient.present:
-                        both = slot.name in parked.present
-                        piece[a:b].add_(own[a:b]) if both else piece[a:b].copy_(own[a:b])
-        if scale is not None:
-            piece.mul_(scale)
-        if loan is not None:  # used up before the chunk's other loans are; the piece stays valid until the next borrow
-            piece = piece.clone()
-            loan.give_back()
-        return piece
-
-    def _step_chunk(
-        self,
-        block: Block,
-        start: int,
-        stop: int,
-        flats: Mapping[str, Tensor],
-        gradient: Tensor,
-        present: set[str],
-        groups: Sequence[Group],
-        advanced: dict[tuple[str, str], Tensor],
-    ) -> None:
-        """Steps all tensors, or parts of tensors, in a chunk: small ones together, large ones tile by tile."""
-        for slot in _inside(block, start, stop):
-            if slot.name not in present:
-                continue
-            a, b = max(slot.start, start), min(slot.stop, stop)
-            whole = (a, b) == (slot.start, slot.stop)
-            size = TILE if self.stepper.is_tileable(slot.name) else b - a
-            for at in range(a, b, size):
-                end = min(at + size, b)
-                self._step_tile(
-                    block, slot, at, end, start, flats, gradient, groups, advanced, whole and end - at == b - a
-                )
 
     def _step_tile(
         self,
@@ -229,10 +176,10 @@ class Updater:
         gradient: Tensor,
         groups: Sequence[Group],
         advanced: dict[tuple[str, str], Tensor],
-        whole: bool,
     ) -> None:
+        """Steps a tensor, or elements `at` to `end` of it, in a chunk that begins at `start`."""
         small = self.small[block.name]
-        kinds = small.kinds[slot.name]
+        kinds, whole = small.kinds[slot.name], (at, end) == (slot.start, slot.stop)
 
         def cut(flat: Tensor) -> Tensor:
             return slot.view(flat, start) if whole else flat[at - start : end - start]
@@ -244,7 +191,9 @@ class Updater:
                 state[kind.name] = stored
         else:
             state = self.stepper.initial_state(cut(flats[MASTER]))
-        piece = Piece(self.stepper.groups[slot.name], cut(flats[MASTER]), cut(gradient), state)
+        piece = Piece(
+            self.stepper.groups[slot.name], cut(flats[MASTER]), slot.shape_of(gradient) if whole else gradient, state
+        )
         self.stepper.step(groups, [piece])
         for kind in kinds:
             value = piece.state[kind.name]
@@ -254,18 +203,23 @@ class Updater:
                 cut(flats[kind.name]).copy_(value)
 
 
-@dataclass
-class _Piece:
-    """A part of a parked gradient: in memory, or on loan."""
+def _part(gradient: Gradient | None, loan: Loan | None, slot: Slot, a: int, b: int, start: int) -> Tensor | None:
+    """Elements of a gradient, in memory or on loan from element `start` of the block."""
+    if gradient is None or slot.name not in gradient.present:
+        return None
+    return gradient.piece(slot, a, b) if loan is None else loan.ready.result()[a - start : b - start]
 
-    tensor: Tensor | None
-    loan: Loan | None
 
-    def result(self) -> Tensor:
-        if self.tensor is not None:
-            return self.tensor
-        assert self.loan is not None
-        return self.loan.ready.result()
+def _sum(
+    gradient: Gradient | None, parked: Gradient | None, loan: Loan | None, slot: Slot, a: int, b: int, start: int
+) -> Tensor:
+    """What waited, plus this segment's."""
+    waited, own = _part(parked, loan, slot, a, b, start), _part(gradient, None, slot, a, b, start)
+    if waited is not None and own is not None:
+        return waited.add_(own)
+    found = own if waited is None else waited
+    assert found is not None
+    return found
 
 
 def _chunks(block: Block) -> Iterator[tuple[int, int]]:
@@ -282,18 +236,18 @@ def _chunks(block: Block) -> Iterator[tuple[int, int]]:
         assert slot.stop <= end
 
 
-def _inside(block: Block, start: int, stop: int) -> list[Slot]:
-    return [slot for slot in block.slots if slot.start < stop and slot.stop > start]
+def _inside(block: Block, start: int, stop: int) -> list[tuple[Slot, int, int]]:
+    """The tensors, or parts of tensors, in a range of elements."""
+    parts = [(slot, max(slot.start, start), min(slot.stop, stop)) for slot in block.slots]
+    return [(slot, a, b) for slot, a, b in parts if a < b]
 
 
 def _refuse_non_finite(gradient: Gradient) -> None:
-    for slot in gradient.block.slots:
-        if slot.name in gradient.present:
-            view = gradient.flat[slot.start : slot.stop]
-            # The sum is one pass without memory; it may overflow by itself, so only then every element is asked.
-            if not torch.isfinite(view.sum()) and not torch.isfinite(view).all():
-                raise NumericsError(
-                    f"the gradient of {slot.name} (segment {gradient.segment}) is not finite; it was not used, but segments "
-                    "after it have been updated. With update='deferred' none would have been: lower the learning rate, clip, "
-                    "or look at the batch"
-                )
+    for name, flat in gradient.tensors.items():
+        # The sum is one pass without memory; it may overflow by itself, so only then every element is asked.
+        if not torch.isfinite(flat.sum()) and not torch.isfinite(flat).all():
+            raise NumericsError(
+                f"the gradient of {name} (segment {gradient.segment}) is not finite; it was not used, but segments after it "
+                "have been updated. With update='deferred' none would have been: lower the learning rate, clip, or look at the "
+                "batch"
+            )

@@ -224,11 +224,11 @@ def read_files(model: nn.Module, path: str | Path) -> Iterator[tuple[str, Tensor
         names.setdefault(id(tensor), []).append(name)
     parameters = {name for name, _ in model.named_parameters()}
     found: dict[str, FileTensor] = {}
-    missing = set()
+    missing: list[str] = []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         stored = next((n for n in names[id(tensor)] if n in files), None)
         if stored is None:
-            missing.add(name)
+            missing.append(name)
         elif files[stored].shape != tuple(tensor.shape):
             shapes = f"{list(files[stored].shape)} in {path}, expected {list(tensor.shape)}"
             raise ModelError(f"weights: {name} is {shapes}")

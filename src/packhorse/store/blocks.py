@@ -34,6 +34,10 @@ class Slot:
     def stop(self) -> int:
         return self.start + self.numel
 
+    def shape_of(self, flat: Tensor) -> Tensor:
+        """This tensor, from its elements alone."""
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset())
+
     @property
     def is_contiguous(self) -> bool:
         return self.stride == torch.empty(self.shape, device="meta").stride()

@@ -221,11 +221,10 @@ class DiskStore(Store):
         *,
         read: bool = True,
         urgent: bool = False,
-        buffer: Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> "DiskLoan":
         stop = block.numel if stop is None else stop
-        return DiskLoan(self, block, kind, start, stop, dtype or block.kinds[kind], read, urgent, buffer)
+        return DiskLoan(self, block, kind, start, stop, dtype or block.kinds[kind], read, urgent)
 
     def publish(self, block: Block) -> None:
         self.files.publish(block)
@@ -373,16 +372,10 @@ class DiskLoan:
         dtype: torch.dtype,
         read: bool,
         urgent: bool,
-        buffer: Tensor | None,
     ):
         self.store, self.block, self.kind, self.start, self.stop = store, block, kind, start, stop
         self.role = "weights" if urgent else "update buffers"
-        self.own = buffer is None
-        self.buffer = (
-            store.take_buffer((stop - start) * dtype.itemsize, self.role)
-            if buffer is None
-            else buffer.view(torch.uint8)
-        )
+        self.buffer = store.take_buffer((stop - start) * dtype.itemsize, self.role)
         self.result = self.buffer.view(dtype)
         self.ready: Future[Tensor] = (
             store.transfer(self, write=False, urgent=urgent) if read else store.lane.submit_all([], self.result)
@@ -397,8 +390,7 @@ class DiskLoan:
         return written
 
     def _release(self) -> None:
-        if self.own:
-            self.store.give_buffer(self.buffer, self.role)
+        self.store.give_buffer(self.buffer, self.role)
 
 
 def _difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:

@@ -41,7 +41,6 @@ class RamStore(Store):
         *,
         read: bool = True,
         urgent: bool = False,
-        buffer: Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> "RamLoan":
         piece = self._memory[block.name, kind][start : block.numel if stop is None else stop]

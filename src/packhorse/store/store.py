@@ -48,13 +48,11 @@ class Store(ABC):
         *,
         read: bool = True,
         urgent: bool = False,
-        buffer: Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> Loan:
         """Starts to bring elements `start` to `stop`; without `read` they need not be what they were.
 
-        With a `buffer` of the borrower's own, a store that needs one uses that. With a `dtype` other than the kind's, what
-        comes is a cast copy, to be read only.
+        With a `dtype` other than the kind's, what comes is a cast copy, to be read only.
         """
 
     @abstractmethod
