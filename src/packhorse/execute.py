@@ -462,6 +462,7 @@ class Executor:
             if gradient is not None:
                 gradient.wait()
             writes = job()
+            self.heap.tidy()  # gradients have gone
             gather([] if writes is None else [writes], lambda: None).add_done_callback(partial(_pass_on, finished))
 
         def failed(worked: "Future[Any]") -> None:
