@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,7 +104,8 @@ def _write_tensor(descriptor: int, entry: Entry, pieces: Iterable[Tensor]) -> No
     start = os.lseek(descriptor, 0, os.SEEK_CUR)
     for piece in pieces:
         if piece.numel():
-            _write_all(descriptor, memoryview(piece.to(entry.dtype).view(torch.uint8).numpy()))  # type: ignore[arg-type]
+            content: Any = piece.to(entry.dtype).view(torch.uint8).numpy()  # numpy's stubs hide that arrays are buffers
+            _write_all(descriptor, memoryview(content))
     written = os.lseek(descriptor, 0, os.SEEK_CUR) - start
     assert written == entry.nbytes, f"{entry.name}: {written} bytes instead of {entry.nbytes}"
     if hasattr(os, "posix_fadvise"):

@@ -219,10 +219,10 @@ def _in_order(value: Tensor | FileTensor, slot: Slot) -> Tensor | FileTensor:
 
 def find_config(model: nn.Module) -> str | None:
     """The text of a Hugging Face config, as its own save_pretrained would write it."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if not callable(getattr(config, "to_json_string", None)):
         return None
-    fields = json.loads(config.to_json_string())  # type: ignore[union-attr]
+    fields = json.loads(config.to_json_string())
     fields.setdefault("architectures", None)
     fields["architectures"] = fields["architectures"] or [type(model).__name__]
     return json.dumps(fields, indent=2)

@@ -22,7 +22,7 @@ from packhorse.errors import StoreError
 try:
     import fcntl
 except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None  # type: ignore[assignment]  # there is no lock there
 
 digest = xxhash.xxh3_64_intdigest
 
