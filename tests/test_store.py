@@ -164,7 +164,7 @@ def test_mapped_memory_is_aligned_and_counted() -> None:
     pool = Pool(ledger)
     assert map_bytes(5).data_ptr() % 4096 == 0
     buffer = pool.take(5000, "gradients")
-    assert buffer.nbytes == 8192 and ledger.totals()["host"] == 8192
+    assert buffer.nbytes == 8192 and ledger.total("host") == 8192
     pool.give(buffer, "gradients")
     assert pool.take(8192, "weights") is buffer
-    assert ledger.totals()["host"] == 8192 and ledger.live["host", "weights"] == 8192
+    assert ledger.total("host") == 8192 and ledger.live["host", "weights"] == 8192

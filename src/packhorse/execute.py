@@ -150,6 +150,7 @@ class Executor:
         self.pending: dict[str, Future[Any]] = {}  # block -> its update
         self.fetched: dict[int, Fetched] = {}
         self.in_flight: deque[Future[Any]] = deque()
+        self.running: Segment | None = None
         self.handlers = {
             "F": self._forward,
             "R": self._recompute,
@@ -230,6 +231,14 @@ class Executor:
 
     # -- compute
 
+    def _turn_to(self, segment: Segment, share: float) -> None:
+        """Compute goes to another segment. What the last one left on the heap is of use to a twin, and to no other."""
+        before, self.running = self.running, segment
+        if not _are_twins(before, segment):
+            self.heap.tidy()
+        elif before is not segment:
+            self.heap.tidy(segment.parameter_nbytes + int(2 * share * sum(node.nbytes for node in segment.nodes)))
+
     def _segment(self, task: Task, action: Action) -> tuple[Segment, int]:
         assert action.segment is not None and action.microbatch is not None
         return task.program.partition.segments[action.segment], action.microbatch
@@ -267,8 +276,9 @@ class Executor:
         self, task: Task, segment: Segment, k: int, buffers: Mapping[str, Tensor], grad: bool
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The segment on fresh leaves."""
-        inputs = self._take_inputs(task, segment, k)
         microbatch = task.microbatches[k]
+        self._turn_to(segment, microbatch.rows / task.program.partition.graph.batch.rows)
+        inputs = self._take_inputs(task, segment, k)
         rng = key_generator(self.device.generator, self.seed, task.step, microbatch.number)
         leaves = {
             name: tensor.detach().requires_grad_(grad and name in segment.differentiable_inputs)
@@ -352,7 +362,6 @@ class Executor:
     def _evict(self, task: Task, action: Action) -> None:
         assert action.segment is not None
         self.fetched.pop(action.segment).release()
-        self.heap.tidy()
 
     def _stash(self, task: Task, action: Action) -> None:
         segment, k = self._segment(task, action)
@@ -457,12 +466,14 @@ class Executor:
         """Work for the update thread. One block may wait while another is worked on: more would pile up gradients."""
 
         finished: Future[Any] = Future()
+        owner = self.running
 
         def work() -> None:
             if gradient is not None:
                 gradient.wait()
             writes = job()
-            self.heap.tidy()  # gradients have gone
+            if not _are_twins(owner, self.running):  # who would use again what the gradient leaves
+                self.heap.tidy(computing=True)
             gather([] if writes is None else [writes], lambda: None).add_done_callback(partial(_pass_on, finished))
 
         def failed(worked: "Future[Any]") -> None:
@@ -543,6 +554,10 @@ class Fetched:
                 self.device.release(flat)
         for loan in self.loans:
             loan.give_back()
+
+
+def _are_twins(a: Segment | None, b: Segment | None) -> bool:
+    return a is not None and b is not None and a.code is b.code
 
 
 def _find_alone(found: Mapping[str, Tensor | None], others: Sequence[Tensor]) -> set[str]:

@@ -79,20 +79,19 @@ class Ledger:
     def __init__(self) -> None:
         self.live: Counter[tuple[Tier, str]] = Counter()
         self.peak: Counter[Tier] = Counter()
+        self._totals: Counter[Tier] = Counter()
         self._lock = threading.Lock()
 
     def add(self, tier: Tier, kind: str, nbytes: int) -> None:
         """Counts bytes that have come, or, negative, gone."""
         with self._lock:
             self.live[tier, kind] += nbytes
-            self.peak[tier] = max(self.peak[tier], self._total(tier))
+            self._totals[tier] += nbytes
+            self.peak[tier] = max(self.peak[tier], self._totals[tier])
 
-    def _total(self, tier: Tier) -> int:
-        return sum(nbytes for (where, _), nbytes in self.live.items() if where == tier)
-
-    def totals(self) -> dict[Tier, int]:
+    def total(self, tier: Tier) -> int:
         with self._lock:
-            return {tier: self._total(tier) for tier in ("device", "host", "disk")}
+            return self._totals[tier]
 
 
 def map_bytes(nbytes: int) -> Tensor:
@@ -183,9 +182,9 @@ class Heap:
     in any case, and add up over many segments; `tidy`, asked often, gives back what lies idle when memory has grown.
     """
 
-    def __init__(self, pool: Pool, plenty: bool):
-        self.pool, self.plenty = pool, plenty
-        self._floor = self._heap_bytes()
+    def __init__(self, ledger: Ledger, plenty: bool):
+        self.ledger, self.plenty = ledger, plenty
+        self._base = self._floor = self._uncounted_bytes()
         try:
             libc = ctypes.CDLL(None)
             self._trim: Callable[[int], int] | None = libc.malloc_trim
@@ -195,13 +194,20 @@ class Heap:
         except (OSError, AttributeError, TypeError):  # not glibc: memory is kept or returned as it pleases
             self._trim = None
 
-    def tidy(self) -> None:
-        if self._trim is not None and not self.plenty and self._heap_bytes() > self._floor + _LEEWAY:
-            self._trim(0)
-            self._floor = self._heap_bytes()
+    def tidy(self, reusable: int = 0, *, computing: bool = False) -> None:
+        """Gives back what lies idle, if there is more than what will soon be `reusable`.
 
-    def _heap_bytes(self) -> int:
-        return resident_bytes() - self.pool.mapped
+        While something is `computing`, what it uses looks idle too, so what is left then is no measure for the next time.
+        """
+        if self._trim is None or self.plenty or self._uncounted_bytes() <= self._floor + _LEEWAY + reusable:
+            return
+        self._trim(0)
+        if not computing:
+            self._floor = max(self._uncounted_bytes(), self._base)
+
+    def _uncounted_bytes(self) -> int:
+        """What the process has beside the tensors that are counted: code, records, and what malloc keeps."""
+        return resident_bytes() - self.ledger.total("host")
 
 
 _LEEWAY = 16 << 20  # growth that is let pass

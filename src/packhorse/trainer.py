@@ -97,7 +97,7 @@ class Trainer:
         self._case = case
         self.plan: Plan = choose(case, strategy, microbatches, budget, available_bytes())
 
-        heap = Heap(pool, plenty=(budget.limit("host") or 0) > 2 * self.plan.peak_bytes)
+        heap = Heap(self._ledger, plenty=(budget.limit("host") or 0) > 2 * self.plan.peak_bytes)
         self._state = ModelState(graph, self._layout, self._store, self._ledger)
         self._updater = Updater(self._store, self._stepper, self._state.small)
         self._open_store(pool, resume, weights)
@@ -174,7 +174,7 @@ class Trainer:
     @property
     def memory(self) -> dict[str, int]:
         """Live bytes of each tier that packhorse holds."""
-        totals = self._ledger.totals()
+        totals = {tier: self._ledger.total(tier) for tier in ("device", "host", "disk")}
         totals["device"] += self._device.memory_allocated()
         return totals
 

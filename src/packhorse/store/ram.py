@@ -19,17 +19,21 @@ class RamStore(Store):
     def __init__(self, *, bytes_per_second: float | None = None):
         self.link = Link(bytes_per_second)
         self._memory: dict[tuple[str, str], Tensor] = {}
+        self._touched: set[tuple[str, str]] = set()
         self._pool: Pool | None = None
 
     def create(self, blocks: Sequence[Block], pool: Pool, header: Mapping[str, Any]) -> None:
-        """Untouched pages take no memory, so the bytes of optimizer states count from their first update on."""
         self._pool = pool
         for block in blocks:
             for kind, dtype in block.kinds.items():
                 self._memory[block.name, kind] = map_bytes(block.nbytes(kind)).view(dtype)
-            pool.ledger.add("host", "store", block.all_nbytes)
 
     def view(self, block: Block, kind: str) -> Tensor:
+        """Untouched pages take no memory, so a kind counts from its first use on: optimizer states from the first update."""
+        if (block.name, kind) not in self._touched:
+            self._touched.add((block.name, kind))
+            assert self._pool is not None
+            self._pool.ledger.add("host", "store", block.nbytes(kind))
         return self._memory[block.name, kind]
 
     def borrow(
@@ -43,7 +47,7 @@ class RamStore(Store):
         urgent: bool = False,
         dtype: torch.dtype | None = None,
     ) -> "RamLoan":
-        piece = self._memory[block.name, kind][start : block.numel if stop is None else stop]
+        piece = self.view(block, kind)[start : block.numel if stop is None else stop]
         if dtype is None or dtype == block.kinds[kind]:
             return RamLoan(piece, self.link, read)
         assert self._pool is not None
