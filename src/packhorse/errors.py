@@ -37,5 +37,9 @@ class BudgetError(PackhorseError):
     """The run does not fit the memory it is given."""
 
 
+class MachineError(PackhorseError):
+    """A machine is described wrongly, or cannot be measured."""
+
+
 class NumericsError(PackhorseError):
     """A loss or a gradient is not finite."""

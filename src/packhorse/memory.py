@@ -6,6 +6,7 @@ rather than taken from malloc: freed, they go back to the operating system at on
 
 import ctypes
 import mmap
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -71,6 +72,11 @@ def available_bytes() -> int:
         return int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):
         return 4 << 30
+
+
+def total_bytes() -> int:
+    """The memory of this computer."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else available_bytes()
 
 
 class Ledger:
@@ -199,7 +205,7 @@ class Heap:
 
         While something is `computing`, what it uses looks idle too, so what is left then is no measure for the next time.
         """
-        if self._trim is None or self.plenty or self._uncounted_bytes() <= self._floor + _LEEWAY + reusable:
+        if self._trim is None or self.plenty or self._uncounted_bytes() <= self._floor + LEEWAY + reusable:
             return
         self._trim(0)
         if not computing:
@@ -210,4 +216,4 @@ class Heap:
         return resident_bytes() - self.ledger.total("host")
 
 
-_LEEWAY = 16 << 20  # growth that is let pass
+LEEWAY = 16 << 20  # growth that is let pass

@@ -4,13 +4,16 @@ In: an operator and its arguments with sizes in place of values. Out: `Facts`. R
 answers are kept by signature.
 """
 
+import contextlib
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 
@@ -30,6 +33,11 @@ class Facts:
     flops: int = 0
     differentiable: tuple[bool, ...] = ()  # per tensor of the flattened result
     aliases: tuple[tuple[int, int], ...] = ()  # (result, operand), both by position among tensors
+    saved: tuple[int, ...] = ()  # operands that backward reads
+    saved_results: tuple[int, ...] = ()
+    hidden: int = 0  # bytes that backward reads beside those
+    forward_peak: int = 0  # bytes allocated while it runs, results included
+    backward_peak: int = 0  # the same for its backward, gradients of operands included
 
 
 class CostProbe:
@@ -56,19 +64,78 @@ class CostProbe:
         try:
             with FakeTensorMode(), torch.set_grad_enabled(grad):
                 fake_args, fake_kwargs = tree_map_only(Spec, make, (args, kwargs))
-                with FlopCounterMode(display=False, custom_mapping=_FLOPS) as counter:
+                packed: dict[int, int] = {}  # storage -> bytes
+                with (
+                    Allocations(operands) as forward,
+                    torch.autograd.graph.saved_tensors_hooks(lambda t: _note(t, packed), lambda t: t),
+                    FlopCounterMode(display=False, custom_mapping=_FLOPS) as counter,
+                ):
                     result = target(*fake_args, **fake_kwargs)
+                results = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
+                backward_peak = _run_backward(results, operands)
         except Exception:  # sizes that depend on data have no example; the operation then counts as free
             return Facts()
-        results = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
         storages = [operand.untyped_storage()._cdata for operand in operands]
+        made = [tensor.untyped_storage()._cdata for tensor in results]
         aliases = tuple(
             (i, j)
             for i, tensor in enumerate(results)
             for j, storage in enumerate(storages)
             if tensor.untyped_storage()._cdata == storage
         )
-        return Facts(True, counter.get_total_flops(), tuple(t.requires_grad for t in results), aliases)
+        return Facts(
+            True,
+            counter.get_total_flops(),
+            tuple(t.requires_grad for t in results),
+            aliases,
+            tuple(i for i, storage in enumerate(storages) if storage in packed),
+            tuple(i for i, storage in enumerate(made) if storage in packed and storage not in storages),
+            sum(nbytes for storage, nbytes in packed.items() if storage not in storages and storage not in made),
+            forward.peak,
+            backward_peak,
+        )
+
+
+def _note(tensor: Tensor, packed: dict[int, int]) -> Tensor:
+    storage = tensor.untyped_storage()
+    packed[storage._cdata] = storage.nbytes()
+    return tensor
+
+
+def _run_backward(results: list[Tensor], operands: list[Tensor]) -> int:
+    """Bytes its backward allocates at most at a time."""
+    roots = [t for t in results if t.requires_grad]
+    leaves = [t for t in operands if t.requires_grad]
+    if not roots or not leaves:
+        return 0
+    seeds = [torch.empty_like(t) for t in roots]
+    with Allocations([*results, *operands, *seeds]) as allocations, contextlib.suppress(NotImplementedError):
+        torch.autograd.grad(roots, leaves, seeds, allow_unused=True)
+    return allocations.peak
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of storages that appear and disappear while it is on; those of `known` tensors do not count."""
+
+    def __init__(self, known: list[Tensor]):
+        super().__init__()
+        self.live = self.peak = 0
+        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self._known:
+                storage = tensor.untyped_storage()
+                self._known.add(storage._cdata)
+                self.live += storage.nbytes()
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+        return result
+
+    def _gone(self, storage: int, nbytes: int) -> None:
+        self._known.discard(storage)
+        self.live -= nbytes
 
 
 def _cpu_attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:

@@ -310,7 +310,7 @@ class _Converter:
         """Separates what is done from what it is done to; equal operations become one object."""
         operands = tuple(dict.fromkeys(refs((args, tuple(kwargs.values())))))
         position = {operand: Ref(i) for i, operand in enumerate(operands)}
-        for name in ("writes", "aliases"):
+        for name in ("writes", "aliases", "saved"):
             facts[name] = tuple(sorted(move_refs(facts.get(name, ()), position.__getitem__)))
         operation = Operation(
             target,
@@ -360,6 +360,11 @@ class _Converter:
             aliases=tuple(aliases),
             flops=facts.flops,
             nbytes=sum(self.values[r].nbytes for r in results),
+            saved=tuple({operands[i] for i in facts.saved}),
+            saved_results=tuple(positions[i] for i in facts.saved_results if i in positions),
+            hidden=facts.hidden,
+            forward_peak=facts.forward_peak,
+            backward_peak=facts.backward_peak,
         )
         random = _is_random(target, args, kwargs)
         ordinal = self.num_random if random else None

@@ -102,7 +102,12 @@ class Operation:
     writes: tuple[int, ...] = ()  # operands whose storage it changes
     aliases: tuple[tuple[int, int], ...] = ()  # (result, operand) that may share storage
     flops: int = 0
-    nbytes: int = 0  # of its results; like flops, at the example's rows
+    nbytes: int = 0  # of its results; like flops and all bytes below, at the example's rows
+    saved: tuple[int, ...] = ()  # operands that its backward reads
+    saved_results: tuple[int, ...] = ()
+    hidden: int = 0  # bytes its backward reads beside those
+    forward_peak: int = 0  # bytes allocated at a time while it runs, results included
+    backward_peak: int = 0  # the same for its backward, gradients of operands included
 
     @property
     def name(self) -> str:

@@ -2,16 +2,19 @@
 
 from packhorse.partition.code import Code
 from packhorse.partition.constraints import Constraint, Place, find_constraints, find_live, find_places
+from packhorse.partition.footprint import Footprint, find_footprint
 from packhorse.partition.partition import Partition, partition, partition_like
 from packhorse.partition.segment import Segment
 
 __all__ = [
     "Code",
     "Constraint",
+    "Footprint",
     "Partition",
     "Place",
     "Segment",
     "find_constraints",
+    "find_footprint",
     "find_live",
     "find_places",
     "partition",

@@ -1,0 +1,306 @@
+"""Machines: what hardware can hold and how fast it is, measured here or described in a file.
+
+In: this computer, or a TOML file. Out: `Machine`: bytes of each tier, rates of compute and of every link. A plan needs nothing
+else of the hardware, so it can be made for a machine one does not have.
+"""
+
+import json
+import math
+import os
+import platform
+import shutil
+import tempfile
+import time
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from packhorse.errors import MachineError
+from packhorse.memory import Tier, available_bytes, map_bytes, total_bytes
+from packhorse.store.files import File, FileSystem
+from packhorse.units import parse_bytes
+
+LINKS = ("device", "host", "link", "read", "write", "network")
+DESCRIPTIONS = Path(__file__).parent / "machines"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`matmul`: FLOP/s that large matrix products reach, by precision. `bandwidth`: bytes/s of
+
+    device   the memory the device computes in
+    host     the host's memory, as the update moves through it
+    link     between host and device, each way; on a machine without accelerator there is none
+    read, write   the disk
+    network  between nodes
+    """
+
+    name: str
+    device: str  # "cpu" or the accelerator's type
+    cores: int
+    memory: Mapping[Tier, int]
+    matmul: Mapping[str, float]
+    bandwidth: Mapping[str, float]
+    kernels: Mapping[str, float] = field(default_factory=dict)  # measured rates of families (see `price`), forward and back
+    devices: int = 1
+    nodes: int = 1
+    latency: float = 0.0  # of the network, in seconds
+    is_here: bool = False
+    sources: tuple[str, ...] = ()
+
+    @classmethod
+    def load(cls, file: str | Path) -> "Machine":
+        """A machine described in a TOML file, or one that comes with packhorse, by name."""
+        path = Path(file)
+        if not path.suffix:
+            path = DESCRIPTIONS / f"{file}.toml"
+        try:
+            fields = tomllib.loads(path.read_text())
+        except FileNotFoundError:
+            known = ", ".join(sorted(p.stem for p in DESCRIPTIONS.glob("*.toml")))
+            raise MachineError(f"there is no machine {str(file)!r}: give a TOML file, 'here', or one of {known}") from None
+        except tomllib.TOMLDecodeError as error:
+            raise MachineError(f"{path} is no TOML: {error}") from None
+        return _read(fields, str(path))
+
+    @classmethod
+    def probe(cls, directory: str | Path | None = None, *, fresh: bool = False) -> "Machine":
+        """This computer, measured in a few seconds; the result is kept for the next time. `directory`: the disk to measure."""
+        place = Path(directory) if directory is not None else Path(tempfile.gettempdir())
+        while not place.exists():
+            place = place.parent
+        cache = _cache_path(place)
+        if cache.is_file() and not fresh:
+            try:
+                return _read_cached(json.loads(cache.read_text()), place)
+            except (ValueError, KeyError, TypeError):
+                pass  # written by another version: measured anew
+        machine = _measure(place)
+        try:
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            cache.write_text(json.dumps(asdict(machine)))
+        except OSError:
+            pass  # a home that cannot be written to: measured again next time
+        return machine
+
+    def rate(self, family: str, precision: str | None = None, *, backward: bool = False) -> float:
+        """FLOP/s of a family of products, bytes/s of any other: measured, or what the machine's own figures make likely."""
+        key = ".".join([family, *([precision] if precision else []), *(["backward"] if backward else [])])
+        if key in self.kernels:
+            return self.kernels[key]
+        if backward:
+            return self.rate(family, precision)
+        if precision is not None:
+            return self.matmul[precision] * (0.5 if family == "attention" else 1.0)
+        return self.bandwidth["host" if family == "update" else "device"]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+# -- files
+
+
+def _read(fields: Mapping[str, Any], where: str) -> Machine:
+    known = {"name", "device", "cores", "devices", "nodes", "memory", "matmul", "bandwidth", "latency", "sources"}
+    for key in sorted(fields.keys() - known):
+        raise MachineError(f"{where}: unknown entry {key!r}, expected some of {', '.join(sorted(known))}")
+    for key in ("name", "device", "cores", "memory", "matmul", "bandwidth"):
+        if key not in fields:
+            raise MachineError(f"{where}: {key!r} is missing")
+    on_cpu = fields["device"] == "cpu"
+    memory = {}
+    for tier in ("host", "disk") if on_cpu else ("device", "host", "disk"):
+        if tier not in fields["memory"]:
+            raise MachineError(f"{where}: memory.{tier} is missing, expected an amount such as '16GB'")
+        memory[tier] = parse_bytes(fields["memory"][tier])
+    matmul = {p: _rate(fields["matmul"], p, f"{where}: matmul", 1e8, 1e17) for p in ("fp32", "bf16", "fp16")}
+    wanted = [k for k in LINKS if not (k == "network" and fields.get("nodes", 1) == 1) and not (k == "link" and on_cpu)]
+    bandwidth = {k: _rate(fields["bandwidth"], k, f"{where}: bandwidth", 1e5, 1e14) for k in wanted}
+    for key in ("cores", "devices", "nodes"):
+        count = fields.get(key, 1)
+        if not isinstance(count, int) or not 1 <= count <= 100_000:
+            raise MachineError(f"{where}: {key} is {count!r}, expected a number from 1 to 100000")
+    return Machine(
+        str(fields["name"]),
+        str(fields["device"]),
+        fields["cores"],
+        memory,
+        matmul,
+        bandwidth,
+        devices=fields.get("devices", 1),
+        nodes=fields.get("nodes", 1),
+        latency=float(fields.get("latency", 0.0)),
+        sources=tuple(fields.get("sources", ())),
+    )
+
+
+def _rate(table: Mapping[str, Any], key: str, where: str, least: float, most: float) -> float:
+    found = table.get(key)
+    if found is None:
+        raise MachineError(f"{where}.{key} is missing, expected a rate a second, such as {math.sqrt(least * most):.0e}")
+    if isinstance(found, bool) or not isinstance(found, (int, float)) or not least <= found <= most:
+        raise MachineError(f"{where}.{key} is {found!r}, expected a rate a second between {least:.0e} and {most:.0e}")
+    return float(found)
+
+
+def _read_cached(fields: Mapping[str, Any], place: Path) -> Machine:
+    machine = Machine(**{**fields, "sources": tuple(fields["sources"])})
+    memory = {**machine.memory, "host": total_bytes(), "disk": shutil.disk_usage(place).free}
+    return Machine(**{**fields, "memory": memory, "sources": machine.sources})
+
+
+def _cache_path(place: Path) -> Path:
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    key = f"{platform.node()}-{torch.__version__}-{torch.get_num_threads()}-{os.stat(place).st_dev}"
+    return home / "packhorse" / f"machine-{''.join(c if c.isalnum() or c in '.-' else '_' for c in key)}.json"
+
+
+# -- measuring
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def _measure(place: Path) -> Machine:
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = found.type if found is not None else "cpu"
+    matmul, kernels = {}, {}
+    for precision, dtype in _DTYPES.items():
+        matmul[precision], kernels[f"matmul.{precision}.backward"] = _measure_matmul(device, dtype)
+    kernels |= _measure_kernels(device)
+    host = _measure_copy("cpu")
+    read, write = _measure_disk(place)
+    bandwidth = {"device": host if device == "cpu" else _measure_copy(device), "host": host, "read": read, "write": write}
+    memory = {"host": total_bytes(), "disk": shutil.disk_usage(place).free}
+    if device != "cpu":
+        bandwidth["link"] = _measure_link(device)
+        memory["device"] = torch.accelerator.get_memory_info()[1]
+    return Machine(
+        f"this machine ({torch.get_num_threads()} threads)",
+        device,
+        torch.get_num_threads(),
+        memory,
+        matmul,
+        bandwidth,
+        kernels,
+        is_here=True,
+        sources=(f"measured {time.strftime('%Y-%m-%d')}",),
+    )
+
+
+def _best(run: Callable[[], Any], seconds: float = 0.25) -> float:
+    """The shortest of a few runs; what is slow is run once."""
+    times: list[float] = []
+    while not times or sum(times) < seconds:
+        started = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+def _measure_matmul(device: str, dtype: torch.dtype) -> tuple[float, float]:
+    """FLOP/s forward, and of the two products of backward together."""
+    size = 256 if device == "cpu" else 4096
+    while True:  # some precisions are a hundred times slower than others: grow until it takes long enough to tell
+        x = torch.randn(size, size, device=device).to(dtype).requires_grad_()
+        w = torch.randn(size, size, device=device).to(dtype).requires_grad_()
+        forward = _best(lambda: _settle(device, torch.nn.functional.linear(x, w)), 0.05)
+        y = torch.nn.functional.linear(x, w)
+        seed = torch.ones_like(y)
+        both = _best(lambda: _settle(device, torch.autograd.grad(y, (x, w), seed, retain_graph=True)[0]), 0.05)
+        if forward + both > 0.02 or size >= 8192:
+            return 2 * size**3 / forward, 4 * size**3 / both
+        size *= 2
+
+
+def _measure_kernels(device: str) -> dict[str, float]:
+    """Rates of families of kernels, each by one that is typical for it, forward and backward."""
+    F = torch.nn.functional
+    wide = torch.randn(2048, 1024, device=device)
+    image = torch.randn(4, 64, 56, 56, device=device)
+    filters = torch.randn(64, 64, 3, 3, device=device)
+    heads = torch.randn(2, 16, 512, 64, device=device)
+    logits, targets = torch.randn(512, 8192, device=device), torch.randint(8192, (512,), device=device)
+    ones = torch.ones(1024, device=device)
+    cases: dict[str, tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...], float]] = {
+        "convolution.fp32": (lambda x, w: F.conv2d(x, w, padding=1), (image, filters), 2 * 4 * 56 * 56 * 64 * 64 * 9),
+        "attention.fp32": (
+            lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True),
+            (heads,),
+            4 * 2 * 16 * 512 * 512 * 64,
+        ),
+        "softmax": (lambda x: F.cross_entropy(x, targets), (logits,), logits.nbytes),
+        "norm": (lambda x, w: F.layer_norm(x, (1024,), w, w), (wide, ones), 2 * wide.nbytes),
+        "transcendental": (F.gelu, (wide,), 2 * wide.nbytes),
+        "elementwise": (F.relu, (wide,), 2 * wide.nbytes),
+        "pool": (lambda x: F.max_pool2d(x, 2), (image,), 1.25 * image.nbytes),
+        "random": (lambda x: F.dropout(x, 0.1), (wide,), 2 * wide.nbytes),
+    }
+    rates = {}
+    for name, (run, operands, work) in cases.items():
+        leaves = tuple(t.requires_grad_() for t in operands)
+        rates[name] = work / _best(lambda: _settle(device, run(*leaves)), 0.05)  # noqa: B023  # called at once
+        result = run(*leaves)
+        seed = torch.ones_like(result)
+        seconds = _best(
+            lambda: _settle(device, torch.autograd.grad(result, leaves, seed, retain_graph=True)[0]),  # noqa: B023
+            0.05,
+        )
+        products = len(leaves) if "." in name else 1.5
+        rates[f"{name}.backward"] = products * work / seconds
+    return rates
+
+
+def _settle(device: str, result: torch.Tensor) -> torch.Tensor:
+    if device != "cpu":
+        torch.accelerator.synchronize()
+    return result
+
+
+def _measure_copy(device: str) -> float:
+    """Bytes read and written a second by an addition in place."""
+    a, b = (torch.zeros(16 << 20, device=device) for _ in range(2))
+    return 3 * a.nbytes / _best(lambda: _settle(device, a.add_(b)))
+
+
+def _measure_link(device: str) -> float:
+    host = torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty_like(host, device=device)
+    return host.nbytes / _best(lambda: _settle(device, there.copy_(host, non_blocking=True)))
+
+
+def _measure_disk(place: Path, nbytes: int = 128 << 20) -> tuple[float, float]:
+    """Bytes a second of direct reads and writes, as a store makes them, in pieces of 4 MiB."""
+    piece = 4 << 20
+    buffer = map_bytes(piece)
+    path = place / f".packhorse-probe-{os.getpid()}"
+    file = File(FileSystem(), path, nbytes, create=True)
+    try:
+        seconds = {}
+        for verb, move in (("write", file.write), ("read", file.read)):
+            started = time.perf_counter()
+            for at in range(0, nbytes, piece):
+                move(buffer, at, "probe")
+            seconds[verb] = time.perf_counter() - started
+        return nbytes / seconds["read"], nbytes / seconds["write"]
+    except OSError as error:
+        raise MachineError(f"the disk under {place} could not be measured: {error}") from None
+    finally:
+        file.close()
+        path.unlink(missing_ok=True)
+
+
+def here_or(name: str | Path | Machine | None, directory: str | Path | None = None) -> Machine:
+    """A machine as people name it: None or `here`, a description, a file."""
+    if isinstance(name, Machine):
+        return name
+    return Machine.probe(directory) if name in (None, "here") else Machine.load(name)
+
+
+def free_bytes(machine: Machine) -> int:
+    """Host memory a plan may use without a budget: what is available here, or all of a machine elsewhere."""
+    return available_bytes() if machine.is_here else machine.memory["host"]

@@ -1,0 +1,72 @@
+"""Prices: how long an operation takes on a machine, from what it computes and moves.
+
+In: a node of a graph and a `Machine`. Out: seconds forward and backward, at the example's rows. Products are priced by their
+operations, all else by the bytes it reads and writes; where a machine has a measured rate for a family of kernels, by that.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from packhorse.graph import Graph, Node
+from packhorse.machine import Machine
+from packhorse.store import GRADIENT, Block
+
+# Families of kernels by the beginnings of their names; the first that fits counts.
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "attention": ("scaled_dot_product", "_scaled_dot_product"),
+    "convolution": ("conv", "_convolution"),
+    "matmul": ("linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "einsum", "_grouped_mm", "mv", "dot"),
+    "recurrent": ("lstm", "gru", "rnn"),
+    "softmax": ("softmax", "log_softmax", "_softmax", "_log_softmax", "cross_entropy_loss", "nll_loss"),
+    "norm": ("layer_norm", "batch_norm", "group_norm", "native_", "rms_norm", "instance_norm", "_native"),
+    "transcendental": ("gelu", "tanh", "sigmoid", "silu", "exp", "log", "erf", "sin", "cos", "pow", "mish", "softplus"),
+    "pool": ("max_pool", "avg_pool", "adaptive_", "upsample"),
+    "index": ("embedding", "index", "gather", "scatter"),
+    "random": ("dropout", "bernoulli", "rand", "native_dropout"),
+}
+BY_FLOPS = ("attention", "convolution", "matmul", "recurrent")
+OVERHEAD = 8e-6  # seconds to start a kernel from Python
+
+_PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class Price(NamedTuple):
+    forward: float
+    backward: float
+
+
+def find_family(name: str) -> str:
+    return next((family for family, starts in FAMILIES.items() if name.startswith(starts)), "elementwise")
+
+
+def price_node(graph: Graph, node: Node, machine: Machine) -> Price:
+    """Backward is only priced where there is one: twice the products, and the bytes moved once more."""
+    operation, values = node.operation, graph.values
+    if operation.aliases and not operation.flops and not operation.forward_peak:
+        return Price(OVERHEAD, OVERHEAD)  # a view
+    differentiable = any(values[r].type.differentiable for r in node.results)
+    family = find_family(operation.name)
+    if operation.flops and family in BY_FLOPS:
+        dtype = next((values[r].type.dtype for r in node.results), None)
+        precision = _PRECISIONS.get(dtype or torch.float32, "fp32")
+        forward = machine.rate(family, precision)
+        needed = sum(values[o].type.differentiable for o in node.operands[:2])  # one product for each operand's gradient
+        products = max(needed, 1) if differentiable else 0
+        backward = products * operation.flops / machine.rate(family, precision, backward=True)
+        return Price(OVERHEAD + operation.flops / forward, OVERHEAD + backward)
+    moved = operation.nbytes + sum(values[o].nbytes for o in node.operands)
+    if family == "index" and operation.name.startswith("embedding"):
+        moved = 2 * operation.nbytes
+        gradient = values[node.operands[0]].nbytes  # as large as the table, zeroed
+        return Price(OVERHEAD + moved / machine.rate(family), OVERHEAD + (gradient + moved) / machine.rate(family))
+    forward_seconds = OVERHEAD + moved / machine.rate(family)
+    backward_bytes = moved + sum(values[o].nbytes for o in node.operands if values[o].type.differentiable)
+    backward_seconds = OVERHEAD + backward_bytes / machine.rate(family, backward=True) if differentiable else 0.0
+    return Price(forward_seconds, backward_seconds)
+
+
+def price_update(block: Block, machine: Machine) -> float:
+    """Every kind is read and written, the gradient read; other optimizers than fused ones pass over it about twice."""
+    kinds = sum(dtype.itemsize for kind, dtype in block.kinds.items() if kind != GRADIENT)
+    return 2 * block.numel * (2 * kinds + 4) / machine.rate("update")
