@@ -14,12 +14,13 @@ from packhorse.partition import find_footprint
 ROWS = 16
 
 
-def measure(segment: ph.Segment, parameters: Any, buffers: Any, leaves: Any, gradients: Any) -> dict[str, int]:
+def measure(segment: ph.Segment, parameters: Any, buffers: Any, leaves: Any, gradients: Any) -> dict[str, Any]:
     """One forward without a graph, one with, and the backward; what came before does not count."""
     known = [*parameters.values(), *buffers.values(), *leaves.values(), *gradients.values()]
-    found = {}
-    with torch.no_grad(), Allocations(known) as allocations:
-        segment(parameters, copy.deepcopy(buffers), leaves, rows=ROWS)
+    found: dict[str, Any] = {}
+    copied = copy.deepcopy(buffers)
+    with torch.no_grad(), Allocations([*known, *copied.values()]) as allocations:
+        segment(parameters, copied, leaves, rows=ROWS)
     found["forward"] = allocations.peak
     with Allocations(known) as allocations:
         outputs = segment(parameters, buffers, leaves, rows=ROWS)

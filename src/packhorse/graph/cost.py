@@ -6,6 +6,7 @@ answers are kept by signature.
 
 import contextlib
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +37,8 @@ class Facts:
     saved: tuple[int, ...] = ()  # operands that backward reads
     saved_results: tuple[int, ...] = ()
     hidden: int = 0  # bytes that backward reads beside those
-    forward_peak: int = 0  # bytes allocated while it runs, results included
+    forward_peak: int = 0  # bytes allocated while it runs without gradients, results included
+    building_peak: int = 0  # the same with gradients
     backward_peak: int = 0  # the same for its backward, gradients of operands included
 
 
@@ -53,11 +55,13 @@ class CostProbe:
 
     def _run(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> Facts:
         operands: list[Tensor] = []
+        leaves: list[Tensor] = []
 
         def make(spec: Spec) -> Tensor:
             tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=self.device)
             if spec.differentiable:
-                tensor = tensor.requires_grad_().view_as(tensor)  # no leaf, so that in-place operations are allowed
+                leaves.append(tensor.requires_grad_())
+                tensor = tensor.clone()  # no leaf, so that in-place operations are allowed
             operands.append(tensor)
             return tensor
 
@@ -66,13 +70,15 @@ class CostProbe:
                 fake_args, fake_kwargs = tree_map_only(Spec, make, (args, kwargs))
                 packed: dict[int, int] = {}  # storage -> bytes
                 with (
-                    Allocations(operands) as forward,
+                    Allocations(operands) as building,
                     torch.autograd.graph.saved_tensors_hooks(lambda t: _note(t, packed), lambda t: t),
                     FlopCounterMode(display=False, custom_mapping=_FLOPS) as counter,
                 ):
                     result = target(*fake_args, **fake_kwargs)
                 results = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
-                backward_peak = _run_backward(results, operands)
+                backward_peak = _run_backward(results, operands, leaves, packed)
+                with Allocations(operands) as forward, torch.no_grad():
+                    target(*fake_args, **fake_kwargs)
         except Exception:  # sizes that depend on data have no example; the operation then counts as free
             return Facts()
         storages = [operand.untyped_storage()._cdata for operand in operands]
@@ -92,6 +98,7 @@ class CostProbe:
             tuple(i for i, storage in enumerate(made) if storage in packed and storage not in storages),
             sum(nbytes for storage, nbytes in packed.items() if storage not in storages and storage not in made),
             forward.peak,
+            building.peak,
             backward_peak,
         )
 
@@ -102,14 +109,15 @@ def _note(tensor: Tensor, packed: dict[int, int]) -> Tensor:
     return tensor
 
 
-def _run_backward(results: list[Tensor], operands: list[Tensor]) -> int:
+def _run_backward(
+    results: list[Tensor], operands: list[Tensor], leaves: list[Tensor], packed: Iterable[int]
+) -> int:
     """Bytes its backward allocates at most at a time."""
     roots = [t for t in results if t.requires_grad]
-    leaves = [t for t in operands if t.requires_grad]
     if not roots or not leaves:
         return 0
     seeds = [torch.empty_like(t) for t in roots]
-    with Allocations([*results, *operands, *seeds]) as allocations, contextlib.suppress(NotImplementedError):
+    with Allocations([*results, *operands, *seeds], packed) as allocations, contextlib.suppress(NotImplementedError):
         torch.autograd.grad(roots, leaves, seeds, allow_unused=True)
     return allocations.peak
 
@@ -117,10 +125,10 @@ def _run_backward(results: list[Tensor], operands: list[Tensor]) -> int:
 class Allocations(TorchDispatchMode):
     """Counts the bytes of storages that appear and disappear while it is on; those of `known` tensors do not count."""
 
-    def __init__(self, known: list[Tensor]):
+    def __init__(self, known: Iterable[Tensor], storages: Iterable[int] = ()):
         super().__init__()
         self.live = self.peak = 0
-        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._known = {*storages, *(tensor.untyped_storage()._cdata for tensor in known)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

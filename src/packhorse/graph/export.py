@@ -364,6 +364,7 @@ class _Converter:
             saved_results=tuple(positions[i] for i in facts.saved_results if i in positions),
             hidden=facts.hidden,
             forward_peak=facts.forward_peak,
+            building_peak=facts.building_peak,
             backward_peak=facts.backward_peak,
         )
         random = _is_random(target, args, kwargs)

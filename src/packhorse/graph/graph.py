@@ -106,7 +106,8 @@ class Operation:
     saved: tuple[int, ...] = ()  # operands that its backward reads
     saved_results: tuple[int, ...] = ()
     hidden: int = 0  # bytes its backward reads beside those
-    forward_peak: int = 0  # bytes allocated at a time while it runs, results included
+    forward_peak: int = 0  # bytes allocated at a time while it runs without gradients, results included
+    building_peak: int = 0  # the same with gradients
     backward_peak: int = 0  # the same for its backward, gradients of operands included
 
     @property

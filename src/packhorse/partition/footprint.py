@@ -47,6 +47,7 @@ class _Walk:
                 operands=tuple(number[o] for o in node.operands), results=tuple(number[r] for r in node.results)
             )
             for node in self.nodes
+            if not node.operation.forward_peak  # what allocates is no view, although another time it may be
         ]
         return {touched[i]: touched[root] for i, root in enumerate(find_roots(local, len(touched)))}
 
@@ -86,7 +87,8 @@ class _Walk:
         for i, node in enumerate(self.nodes):
             made = self._made(node)
             size = sum(self._size(r) for r in made)
-            peak = max(peak, live + max(node.operation.forward_peak * self.share, size))
+            working = node.operation.building_peak if keep else node.operation.forward_peak
+            peak = max(peak, live + max(working * self.share, size))
             live += size + (node.operation.hidden * self.share if keep else 0)
             alive.update(made)
             for root in [r for r in alive if self.last[r] <= i and not (keep and r in self.savers)]:
