@@ -16,7 +16,7 @@ from packhorse.memory import Memory
 from packhorse.partition import Partition, Segment
 from packhorse.precision import Cast, Precision
 from packhorse.schedule import Action
-from packhorse.store import GRADIENT
+from packhorse.store import GRADIENT, MASTER
 from packhorse.store.blocks import UNIT
 from packhorse.units import format_bytes
 from packhorse.update import AHEAD
@@ -41,6 +41,9 @@ class Plan:
     parks: frozenset[int] = frozenset()
     casts: tuple[Cast, ...] = ()
     state_bytes: int = 0  # masters and optimizer states
+    traffic: dict[str, int] = field(
+        default_factory=dict
+    )  # with a store on disk: bytes it takes, reads and writes a step
     peak: dict[str, int] = field(default_factory=dict)  # bound of host memory by kind
     reasons: tuple[str, ...] = ()
 
@@ -79,6 +82,9 @@ class Plan:
             + ", ".join(f"{kind} {format_bytes(n)}" for kind, n in self.peak.items() if n)
             + ")",
         ]
+        if self.traffic:
+            space, read, written = (format_bytes(self.traffic[key]) for key in ("space", "read", "written"))
+            lines.append(f"disk: {space} of space; a step reads {read} and writes {written}")
         return "\n".join([*lines, *self.reasons])
 
 
@@ -93,6 +99,7 @@ class Case:
     update: str
     on_disk: bool
     base_bytes: int  # of the process before training
+    versions: int = 1  # of each block on disk
     casts: tuple[Cast, ...] = ()
 
     @cached_property
@@ -243,7 +250,28 @@ def _spend(case: Case, plan: Plan, budget: int) -> Plan:
     if not case.on_disk:
         peak["stash"] = plan.peak["stash"]
     reasons = (f"graphs of {len(kept)} segments are kept: the budget leaves room",) if kept else ()
-    return replace(plan, kept=frozenset(kept), stash_bytes=stash, peak=peak, reasons=reasons)
+    plan = replace(plan, kept=frozenset(kept), stash_bytes=stash, peak=peak, reasons=reasons)
+    return replace(plan, traffic=_find_traffic(case, plan)) if case.on_disk else plan
+
+
+def _find_traffic(case: Case, plan: Plan) -> dict[str, int]:
+    """What the list of a step moves between disk and memory, in bytes."""
+    layout, segments = case.layout, case.partition.segments
+    boundaries = [s.output_nbytes * plan.rows // case.partition.graph.batch.rows for s in segments]
+    stashed = max(sum(boundaries) * plan.microbatches - plan.stash_bytes, 0)
+    read = written = stashed
+    for kind, s, _ in plan.actions(plan.microbatches, case.weights):
+        for block in layout.blocks_of(segments[s]) if s is not None else []:
+            if kind == "FETCH":
+                read += block.nbytes(MASTER)
+            elif kind == "UPDATE" and layout.home(block) == s:
+                read += block.all_nbytes  # what waits of its gradient included
+                written += block.all_nbytes - (block.nbytes(GRADIENT) if GRADIENT in block.kinds else 0)
+            elif kind == "PARK" and GRADIENT in block.kinds:
+                written += block.nbytes(GRADIENT)
+    kinds = [(block, kind) for block in layout.blocks for kind in block.kinds]
+    space = stashed + sum(b.nbytes(kind) * (1 if kind == GRADIENT else case.versions) for b, kind in kinds)
+    return {"space": space, "read": read, "written": written}
 
 
 def _made_bytes(segment: Segment) -> int:

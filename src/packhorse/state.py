@@ -114,9 +114,18 @@ class ModelState:
     def small_tensors(self) -> dict[str, Tensor]:
         """All that is committed beside the blocks."""
         tensors = {f"buffer:{name}": buffer for name, buffer in self.buffers.items()}
+        scalars: dict[str, dict[str, Tensor]] = {}
         for small in self.small.values():
-            tensors.update({f"state:{name}:{kind}": value for (name, kind), value in small.values.items()})
-            tensors.update({f"started:{name}": torch.ones(()) for name in small.started})
+            for (name, kind), value in small.values.items():
+                if value.ndim == 0:
+                    scalars.setdefault(kind, {})[name] = value
+                else:
+                    tensors[f"state:{name}:{kind}"] = value
+        started = {name for small in self.small.values() for name in small.started}
+        tensors["started"] = torch.tensor([name in started for name in self.graph.parameters], dtype=torch.uint8)
+        for kind, values in scalars.items():  # one vector for thousands of them, 0 where a parameter has none
+            nothing = torch.zeros_like(next(iter(values.values())))
+            tensors[f"scalars:{kind}"] = torch.stack([values.get(name, nothing) for name in self.graph.parameters])
         return tensors
 
     def load_small(self, tensors: Mapping[str, Tensor]) -> None:
@@ -127,11 +136,16 @@ class ModelState:
             kind, _, name = key.partition(":")
             if kind == "buffer":
                 self.buffers[name] = tensor
-            elif kind == "started":
-                self.small[self.layout.places[name][0].name].started.add(name)
-            else:
+            elif kind == "state":
                 name, _, state = name.rpartition(":")
                 self.small[self.layout.places[name][0].name].values[name, state] = tensor
+        for i, name in enumerate(self.graph.parameters):
+            if tensors["started"][i]:
+                small = self.small[self.layout.places[name][0].name]
+                small.started.add(name)
+                for state in (k.name for k in small.kinds[name] if not k.large):
+                    if (name, state) not in small.values:
+                        small.values[name, state] = tensors[f"scalars:{state}"][i]
 
     def read(self, name: str) -> Tensor:
         """A copy of a parameter or buffer, by any of its names, as the last update left it."""

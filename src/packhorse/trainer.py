@@ -92,6 +92,7 @@ class Trainer:
             "deferred" if self.deferred else "eager",
             on_disk,
             base,
+            1 if durability == "none" else 2,
             list_casts(model, precision),
         )
         self._case = case

@@ -31,7 +31,7 @@ from packhorse.store.lane import Lane
 from packhorse.store.store import Link, Store
 from packhorse.units import format_bytes
 
-FORMAT = 2
+FORMAT = 3
 PIECE = 4 << 20  # bytes of one I/O operation: large enough for full speed, small enough to let urgent ones pass
 THREADS = 2  # enough for full speed with pieces of that size
 
