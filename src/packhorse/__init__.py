@@ -4,6 +4,7 @@ from packhorse.errors import (
     BatchError,
     BudgetError,
     CaptureError,
+    MachineError,
     ModelError,
     NumericsError,
     OptimizerError,
@@ -13,8 +14,10 @@ from packhorse.errors import (
     StoreError,
 )
 from packhorse.graph import Graph, capture
+from packhorse.machine import Machine
 from packhorse.memory import Memory
 from packhorse.partition import Partition, Segment, partition
+from packhorse.plan import Plan, make_plan
 from packhorse.store import DiskStore, RamStore
 from packhorse.trainer import Trainer
 from packhorse.verify import Verification, verify
@@ -25,6 +28,8 @@ __all__ = [
     "CaptureError",
     "DiskStore",
     "Graph",
+    "Machine",
+    "MachineError",
     "Memory",
     "ModelError",
     "NumericsError",
@@ -32,6 +37,7 @@ __all__ = [
     "PackhorseError",
     "Partition",
     "PartitionError",
+    "Plan",
     "RamStore",
     "ScheduleError",
     "Segment",
@@ -39,6 +45,7 @@ __all__ = [
     "Trainer",
     "Verification",
     "capture",
+    "make_plan",
     "partition",
     "verify",
 ]

@@ -2,6 +2,7 @@
 
 import json
 import resource
+import statistics
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,10 +15,12 @@ from rich.text import Text
 
 from packhorse.archive import check_store, describe_store, export_store, reclaim
 from packhorse.data import open_data
-from packhorse.errors import PackhorseError
+from packhorse.errors import BudgetError, PackhorseError
 from packhorse.graph import capture
+from packhorse.machine import find_machine
 from packhorse.models import load_task
 from packhorse.partition import partition
+from packhorse.plan import Plan, make_plan
 from packhorse.report import (
     cuts_table,
     describe_cuts,
@@ -25,6 +28,9 @@ from packhorse.report import (
     describe_verification,
     partition_table,
     store_table,
+    sweep_chart,
+    sweep_points,
+    sweep_table,
     verification_table,
 )
 from packhorse.trainer import Trainer
@@ -157,6 +163,7 @@ def train(
         TextColumn("{task.description}"),
         TimeRemainingColumn(),
     )
+    times: list[float] = []
     with trainer, Progress(*columns, console=console, disable=as_json) as progress:
         bar = progress.add_task("", total=steps, completed=trainer.steps)
         for batch in batches:
@@ -165,6 +172,7 @@ def train(
             started = time.perf_counter()
             loss = trainer.step(batch)
             seconds = time.perf_counter() - started
+            times.append(seconds)
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             if as_json:
                 typer.echo(json.dumps({"step": trainer.steps, "loss": loss, "seconds": seconds, "peak_bytes": peak}))
@@ -173,12 +181,74 @@ def train(
             if not console.is_terminal or trainer.steps in (1, steps) or trainer.steps % max(steps // 10, 1) == 0:
                 progress.console.print(f"step {trainer.steps}: {text}")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    console.print(f"memory: planned at most {format_bytes(trainer.plan.peak_bytes)}, measured {format_bytes(peak)}")
+    console.print(trainer.plan.compare(statistics.median(times), peak))
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="As for `inspect`.")],
+    batch: Annotated[int, typer.Option(min=1, help="Rows of a batch.")] = 8,
+    memory: Memory = None,
+    machine: Annotated[
+        str, typer.Option(help="'here', a machine that comes with packhorse (such as v100-16gb), or a TOML file.")
+    ] = "here",
+    on_disk: Annotated[bool, typer.Option("--disk", help="The model lives on disk instead of host memory.")] = False,
+    precision: PrecisionName = "fp32",
+    microbatches: Microbatches = None,
+    strategy: Annotated[str, typer.Option(help="auto, resident or relay.")] = "auto",
+    optimizer: Optimizer = "adamw",
+    layers: Annotated[int | None, typer.Option(min=1, help="Of a built-in transformer.")] = None,
+    sweep: Annotated[str | None, typer.Option(help="depth, batch or memory: a table of plans.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Where the sweep's picture goes, as SVG.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say beforehand whether and how a model fits, how long a step takes, and why. Nothing is trained."""
+    where = find_machine(machine)
+    options: dict[str, Any] = {
+        "memory": memory,
+        "strategy": strategy,
+        "microbatches": microbatches,
+        "on_disk": on_disk,
+        "optimizer": OPTIMIZERS[_known_optimizer(optimizer)],
+    }
+
+    def make(rows: int, layers: int | None, **changes: Any) -> Plan:
+        task = load_task(model, rows=rows, layers=layers)
+        graph = capture(task.model, task.example, task.loss, precision=precision)  # type: ignore[arg-type]  # it checks
+        return make_plan(graph, where, **{**options, **changes})
+
+    if sweep is None:
+        found = make(batch, layers)
+        typer.echo(found.to_json() if as_json else str(found))
+        return
+    points = sweep_points(sweep, batch, memory, where)
+    rows = []
+    for point in points:
+        changed = {"depth": {"layers": point}, "batch": {"rows": point}, "memory": {"memory": point}}[sweep]
+        try:
+            rows.append((point, make(**{"rows": batch, "layers": layers, **changed}), ""))  # type: ignore[arg-type]
+        except BudgetError as error:
+            rows.append((point, None, str(error)))
+    if as_json:
+        described = [
+            {sweep: p, "refused": why} if made is None else {sweep: p, **json.loads(made.to_json())}
+            for p, made, why in rows
+        ]
+        typer.echo(json.dumps(described, indent=2))
+    else:
+        Console().print(sweep_table(sweep, model, where.name, rows))
+    if picture is not None:
+        picture.write_text(sweep_chart(sweep, model, where.name, rows))
+
+
+def _known_optimizer(name: str) -> str:
+    if name not in OPTIMIZERS:
+        raise PackhorseError(f"--optimizer is {name!r}, expected one of {', '.join(OPTIMIZERS)}")
+    return name
 
 
 def _make_optimizer(name: str, model: torch.nn.Module, rate: float) -> torch.optim.Optimizer:
-    if name not in OPTIMIZERS:
-        raise PackhorseError(f"--optimizer is {name!r}, expected one of {', '.join(OPTIMIZERS)}")
+    _known_optimizer(name)
     extra = {"momentum": 0.9} if name == "sgd" else {}
     return OPTIMIZERS[name](model.parameters(), lr=rate, **extra)
 

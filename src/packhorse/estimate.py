@@ -7,7 +7,7 @@ Lanes are clocks: each knows when it is free; an action starts jobs on lanes and
 
 import heapq
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -121,12 +121,12 @@ class Case:
 class Estimate:
     """What a step will take. `peak` is by tier; on a machine without accelerator `host` is the whole process."""
 
-    seconds: float
-    peak: dict[Tier, int]
-    kinds: dict[Tier, dict[str, int]]  # what the peak is made of
-    moved: dict[str, int]  # bytes a step over each link
-    busy: dict[str, float]  # seconds each lane works
-    bottleneck: str
+    seconds: float = 0.0
+    peak: dict[Tier, int] = field(default_factory=dict)
+    kinds: dict[Tier, dict[str, int]] = field(default_factory=dict)  # what the peak is made of
+    moved: dict[str, int] = field(default_factory=dict)  # bytes a step over each link
+    busy: dict[str, float] = field(default_factory=dict)  # seconds each lane works
+    bottleneck: str = ""
 
 
 def estimate(
@@ -176,7 +176,9 @@ class _Walk:
         self._add("host", "base", case.base_bytes)
         self._add("host", "slack", LEEWAY if self.on_cpu else 0)
         if case.on_disk:
-            stored = sum(b.nbytes(k) * (1 if k == GRADIENT else case.versions) for b in case.layout.blocks for k in b.kinds)
+            stored = sum(
+                b.nbytes(k) * (1 if k == GRADIENT else case.versions) for b in case.layout.blocks for k in b.kinds
+            )
             self._add("disk", "store", stored)
             largest = max((b.numel for b in case.layout.blocks if case.layout.home(b) is not None), default=0)
             kinds = max((len(b.kinds) for b in case.layout.blocks), default=0)
@@ -192,9 +194,7 @@ class _Walk:
 
     def _finish(self) -> Estimate:
         waiting = max(self.busy, key=lambda lane: self.busy[lane]) if self.busy else "compute"
-        return Estimate(
-            self.now, dict(self.peak), dict(self.at_peak), dict(self.moved), dict(self.busy), waiting
-        )
+        return Estimate(self.now, dict(self.peak), dict(self.at_peak), dict(self.moved), dict(self.busy), waiting)
 
     # -- memory
 
@@ -367,7 +367,3 @@ class _Walk:
 
     def _commit(self, *_: None) -> None:
         """The end of the walk waits for what is pending."""
-
-
-def describe_kinds(kinds: Mapping[str, int]) -> list[tuple[str, int]]:
-    return sorted(kinds.items(), key=lambda item: -item[1])

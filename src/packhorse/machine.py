@@ -9,6 +9,8 @@ import math
 import os
 import platform
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 import tomllib
@@ -45,7 +47,9 @@ class Machine:
     memory: Mapping[Tier, int]
     matmul: Mapping[str, float]
     bandwidth: Mapping[str, float]
-    kernels: Mapping[str, float] = field(default_factory=dict)  # measured rates of families (see `price`), forward and back
+    kernels: Mapping[str, float] = field(
+        default_factory=dict
+    )  # measured rates of families (see `price`), forward and back
     devices: int = 1
     nodes: int = 1
     latency: float = 0.0  # of the network, in seconds
@@ -62,7 +66,9 @@ class Machine:
             fields = tomllib.loads(path.read_text())
         except FileNotFoundError:
             known = ", ".join(sorted(p.stem for p in DESCRIPTIONS.glob("*.toml")))
-            raise MachineError(f"there is no machine {str(file)!r}: give a TOML file, 'here', or one of {known}") from None
+            raise MachineError(
+                f"there is no machine {str(file)!r}: give a TOML file, 'here', or one of {known}"
+            ) from None
         except tomllib.TOMLDecodeError as error:
             raise MachineError(f"{path} is no TOML: {error}") from None
         return _read(fields, str(path))
@@ -79,13 +85,13 @@ class Machine:
                 return _read_cached(json.loads(cache.read_text()), place)
             except (ValueError, KeyError, TypeError):
                 pass  # written by another version: measured anew
-        machine = _measure(place)
+        fields = _measure_in_child(place)
         try:
             cache.parent.mkdir(parents=True, exist_ok=True)
-            cache.write_text(json.dumps(asdict(machine)))
+            cache.write_text(json.dumps(fields))
         except OSError:
             pass  # a home that cannot be written to: measured again next time
-        return machine
+        return _read_cached(fields, place)
 
     def rate(self, family: str, precision: str | None = None, *, backward: bool = False) -> float:
         """FLOP/s of a family of products, bytes/s of any other: measured, or what the machine's own figures make likely."""
@@ -165,6 +171,15 @@ def _cache_path(place: Path) -> Path:
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def _measure_in_child(place: Path) -> dict[str, Any]:
+    """In a process of its own, whose memory is not this one's."""
+    command = [sys.executable, "-m", "packhorse.machine", str(place), str(torch.get_num_threads())]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise MachineError(f"this machine could not be measured: {done.stderr.strip().splitlines()[-1:]}")
+    return dict(json.loads(done.stdout))
+
+
 def _measure(place: Path) -> Machine:
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = found.type if found is not None else "cpu"
@@ -174,7 +189,12 @@ def _measure(place: Path) -> Machine:
     kernels |= _measure_kernels(device)
     host = _measure_copy("cpu")
     read, write = _measure_disk(place)
-    bandwidth = {"device": host if device == "cpu" else _measure_copy(device), "host": host, "read": read, "write": write}
+    bandwidth = {
+        "device": host if device == "cpu" else _measure_copy(device),
+        "host": host,
+        "read": read,
+        "write": write,
+    }
     memory = {"host": total_bytes(), "disk": shutil.disk_usage(place).free}
     if device != "cpu":
         bandwidth["link"] = _measure_link(device)
@@ -294,7 +314,7 @@ def _measure_disk(place: Path, nbytes: int = 128 << 20) -> tuple[float, float]:
         path.unlink(missing_ok=True)
 
 
-def here_or(name: str | Path | Machine | None, directory: str | Path | None = None) -> Machine:
+def find_machine(name: str | Path | Machine | None, directory: str | Path | None = None) -> Machine:
     """A machine as people name it: None or `here`, a description, a file."""
     if isinstance(name, Machine):
         return name
@@ -304,3 +324,8 @@ def here_or(name: str | Path | Machine | None, directory: str | Path | None = No
 def free_bytes(machine: Machine) -> int:
     """Host memory a plan may use without a budget: what is available here, or all of a machine elsewhere."""
     return available_bytes() if machine.is_here else machine.memory["host"]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(int(sys.argv[2]))
+    print(json.dumps(asdict(_measure(Path(sys.argv[1])))))

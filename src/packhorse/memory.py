@@ -38,11 +38,11 @@ class Memory:
         return None if found is None else parse_bytes(found)
 
 
-def read_budget(memory: "int | str | Memory | None") -> Memory:
+def read_budget(memory: "int | str | Memory | None", device: str) -> Memory:
     """What the user gave as `memory`: on a machine without accelerator an amount is that of the whole process."""
     if isinstance(memory, Memory):
         budget = memory
-    elif torch.accelerator.is_available():
+    elif device != "cpu":
         budget = Memory(device=memory)
     else:
         budget = Memory(host=memory)

@@ -51,7 +51,9 @@ def price_node(graph: Graph, node: Node, machine: Machine) -> Price:
         dtype = next((values[r].type.dtype for r in node.results), None)
         precision = _PRECISIONS.get(dtype or torch.float32, "fp32")
         forward = machine.rate(family, precision)
-        needed = sum(values[o].type.differentiable for o in node.operands[:2])  # one product for each operand's gradient
+        needed = sum(
+            values[o].type.differentiable for o in node.operands[:2]
+        )  # one product for each operand's gradient
         products = max(needed, 1) if differentiable else 0
         backward = products * operation.flops / machine.rate(family, precision, backward=True)
         return Price(OVERHEAD + operation.flops / forward, OVERHEAD + backward)

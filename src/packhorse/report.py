@@ -1,14 +1,19 @@
 """What people read: tables of segments and cuts, in the terminal and as JSON."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from packhorse.chart import draw
+from packhorse.errors import PackhorseError
 from packhorse.graph import Graph
+from packhorse.machine import Machine
 from packhorse.partition import Partition, Segment, find_live, find_places
-from packhorse.units import format_bytes
+from packhorse.plan import Plan
+from packhorse.units import format_bytes, format_seconds, parse_bytes
 from packhorse.verify import Verification
 
 
@@ -168,3 +173,56 @@ def store_table(directory: object, described: dict[str, Any]) -> Table:
     for name, text in rows.items():
         table.add_row(name, Text(text))
     return table
+
+
+# -- sweeps of plans
+
+
+def sweep_points(sweep: str, batch: int, memory: str | None, machine: Machine) -> list[Any]:
+    """What a sweep goes through: layers, rows, or amounts of memory, each twice the one before."""
+    if sweep == "depth":
+        return [12, 24, 48, 96, 192, 384]
+    if sweep == "batch":
+        return [2, 4, 8, 16, 32, 64, 128, 256]
+    if sweep == "memory":
+        most = parse_bytes(memory) if memory is not None else machine.memory.get("device", machine.memory["host"])
+        return [most >> i for i in reversed(range(6))]
+    raise PackhorseError(f"--sweep is {sweep!r}, expected depth, batch or memory")
+
+
+Row = tuple[Any, Plan | None, str]
+
+
+def sweep_table(sweep: str, model: str, machine: str, rows: Sequence[Row]) -> Table:
+    table = Table(title=f"{model} on {machine}", box=box.SIMPLE_HEAD)
+    for name in (sweep, "how", "microbatches", "graphs kept", "device", "host", "a step", "rows/s", "waits most for"):
+        table.add_column(name, justify="left" if name in ("how", "waits most for") else "right")
+    for point, plan, _ in rows:
+        shown = format_bytes(point) if sweep == "memory" else str(point)
+        if plan is None:
+            table.add_row(shown, "does not fit")
+            continue
+        found = plan.estimate
+        table.add_row(
+            shown,
+            plan.strategy,
+            str(plan.microbatches),
+            str(len(plan.kept)),
+            format_bytes(found.peak["device"]) if "device" in found.peak else "",
+            format_bytes(found.peak["host"]),
+            format_seconds(found.seconds),
+            f"{plan.batch_rows / found.seconds:.3g}",
+            found.bottleneck,
+        )
+    return table
+
+
+def sweep_chart(sweep: str, model: str, machine: str, rows: Sequence[Row]) -> str:
+    """Memory of the scarcest tier, in GiB, and speed, over what was swept."""
+    tier = "device" if any(plan and "device" in plan.estimate.peak for _, plan, _ in rows) else "host"
+    made = [(point / 2**30 if sweep == "memory" else point, plan) for point, plan, _ in rows if plan is not None]
+    lines = {
+        f"{tier} memory, GiB": [(x, plan.estimate.peak[tier] / 2**30) for x, plan in made],
+        "rows a second": [(x, plan.batch_rows / plan.estimate.seconds) for x, plan in made],
+    }
+    return draw(f"{model} on {machine}", sweep, "", lines)

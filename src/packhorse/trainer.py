@@ -13,14 +13,16 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from packhorse.device import find_device
 from packhorse.errors import BatchError, PackhorseError, StoreError
+from packhorse.estimate import Case
 from packhorse.execute import Executor, Microbatch, Program, Record, Task
 from packhorse.graph import Graph, Ref, Size, capture
 from packhorse.graph.graph import Mode
 from packhorse.layout import make_layout
-from packhorse.memory import Heap, Ledger, Memory, Pool, available_bytes, read_budget, resident_bytes
+from packhorse.machine import Machine
+from packhorse.memory import Heap, Ledger, Memory, Pool, read_budget, resident_bytes
 from packhorse.optimizer import Stepper, refuse_sparse
 from packhorse.partition import Partition, partition, partition_like
-from packhorse.plan import Case, Plan, Strategy, choose
+from packhorse.plan import Plan, Strategy, Wish, choose
 from packhorse.precision import LossScale, Precision, check_precision, list_casts
 from packhorse.state import ModelState, StateDict
 from packhorse.store import DiskStore, RamStore, Stash, Store
@@ -61,6 +63,7 @@ class Trainer:
     ):
         _check_choices(precision, durability, update, clip_norm)
         refuse_sparse(model)
+        wish = Wish(strategy, microbatches)
         self.model, self.loss, self.weight, self.scheduler, self.data = model, loss, weight, scheduler, data
         self.precision, self.clip_norm, self.seed = precision, clip_norm, seed
         self.deferred = update == "deferred" or clip_norm is not None or precision == "fp16"
@@ -77,7 +80,7 @@ class Trainer:
         self._stepper = Stepper(optimizer, model)
         self._store: Store = _choose_store(store, durability)
         on_disk = self._store.on_disk
-        budget = read_budget(memory)
+        budget = read_budget(memory, self._device.name)
         base = resident_bytes()
 
         graph = self._capture("train", example)
@@ -96,9 +99,10 @@ class Trainer:
             list_casts(model, precision),
         )
         self._case = case
-        self.plan: Plan = choose(case, strategy, microbatches, budget, available_bytes())
+        machine = Machine.probe(self._store.path if isinstance(self._store, DiskStore) else None)
+        self.plan: Plan = choose(case, wish, budget, machine)
 
-        heap = Heap(self._ledger, plenty=(budget.limit("host") or 0) > 2 * self.plan.peak_bytes)
+        heap = Heap(self._ledger, plenty=(budget.limit("host") or 0) > 2 * self.plan.estimate.peak["host"])
         self._state = ModelState(graph, self._layout, self._store, self._ledger)
         self._updater = Updater(self._store, self._stepper, self._state.small)
         self._open_store(pool, resume, weights)

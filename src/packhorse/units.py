@@ -28,6 +28,13 @@ def parse_bytes(text: str | int) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
+def format_seconds(seconds: float) -> str:
+    for limit, unit, scale in ((1e-3, "us", 1e6), (1.0, "ms", 1e3), (120.0, "s", 1.0), (7200.0, "min", 1 / 60)):
+        if seconds < limit:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds / 3600:.1f} h"
+
+
 def format_bytes(nbytes: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(nbytes) < 1024:

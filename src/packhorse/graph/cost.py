@@ -109,9 +109,7 @@ def _note(tensor: Tensor, packed: dict[int, int]) -> Tensor:
     return tensor
 
 
-def _run_backward(
-    results: list[Tensor], operands: list[Tensor], leaves: list[Tensor], packed: Iterable[int]
-) -> int:
+def _run_backward(results: list[Tensor], operands: list[Tensor], leaves: list[Tensor], packed: Iterable[int]) -> int:
     """Bytes its backward allocates at most at a time."""
     roots = [t for t in results if t.requires_grad]
     if not roots or not leaves:

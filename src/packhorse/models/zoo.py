@@ -39,6 +39,7 @@ class _Recipe:
     build: Callable[[], nn.Module]
     example: Callable[[int], Any]
     loss: Callable[[Any, Any], Tensor]
+    deeper: "Callable[[int], _Recipe] | None" = None  # the same with another number of layers
 
 
 def classify(output: Tensor, batch: Any) -> Tensor:
@@ -73,12 +74,14 @@ def _text(length: int, vocabulary: int) -> Callable[[int], Any]:
 
 def _gpt(**sizes: Any) -> _Recipe:
     config = replace(GPTConfig(), **sizes)
-    return _Recipe(lambda: GPT(config), _text(config.context, config.vocabulary), predict_tokens)
+    deeper = lambda layers: _gpt(**{**sizes, "layers": layers})  # noqa: E731
+    return _Recipe(lambda: GPT(config), _text(config.context, config.vocabulary), predict_tokens, deeper)
 
 
 def _bert(**sizes: Any) -> _Recipe:
     config = replace(BertConfig(), **sizes)
-    return _Recipe(lambda: Bert(config), _text(config.context, config.vocabulary), predict_tokens)
+    deeper = lambda layers: _bert(**{**sizes, "layers": layers})  # noqa: E731
+    return _Recipe(lambda: Bert(config), _text(config.context, config.vocabulary), predict_tokens, deeper)
 
 
 _RECIPES: dict[str, _Recipe] = {
@@ -103,10 +106,17 @@ def task_names() -> tuple[str, ...]:
     return tuple(_RECIPES)
 
 
-def load_task(name: str, *, rows: int = 1, device: str = "meta") -> Task:
-    """The task a MODEL stands for, with an example of `rows` rows where the example is ours to make."""
+def load_task(name: str, *, rows: int = 1, device: str = "meta", layers: int | None = None) -> Task:
+    """The task a MODEL stands for, with an example of `rows` rows where the example is ours to make.
+
+    `layers` makes a built-in transformer deeper or shallower.
+    """
+    if layers is not None and (name not in _RECIPES or _RECIPES[name].deeper is None):
+        known = ", ".join(n for n, recipe in _RECIPES.items() if recipe.deeper is not None)
+        raise ModelError(f"the number of layers can be chosen for {known}, not for {name!r}")
     if name in _RECIPES:
-        recipe = _RECIPES[name]
+        deeper = _RECIPES[name].deeper
+        recipe = deeper(layers) if layers is not None and deeper is not None else _RECIPES[name]
         with torch.device(device):
             model = recipe.build()
         return Task(name, model, recipe.example(rows), recipe.loss)

@@ -107,7 +107,9 @@ class _Walk:
             operation = node.operation
             if any(values[r].type.differentiable for r in node.results):
                 working = operation.backward_peak * share if not self._touches_parameter(node) else 0.0
-                parameters = [o for o in node.operands if values[o].kind == "parameter" and values[o].type.differentiable]
+                parameters = [
+                    o for o in node.operands if values[o].kind == "parameter" and values[o].type.differentiable
+                ]
                 fresh = sum(float(values[o].nbytes) for o in parameters)
                 passes_on = operation.backward_peak == 0
                 new: dict[int, float] = {}
