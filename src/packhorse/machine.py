@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from packhorse.errors import MachineError
 from packhorse.memory import Tier, available_bytes, map_bytes, total_bytes
@@ -226,20 +227,27 @@ def _measure_matmul(device: str, dtype: torch.dtype) -> tuple[float, float]:
     """FLOP/s forward, and of the two products of backward together."""
     size = 256 if device == "cpu" else 4096
     while True:  # some precisions are a hundred times slower than others: grow until it takes long enough to tell
-        x = torch.randn(size, size, device=device).to(dtype).requires_grad_()
-        w = torch.randn(size, size, device=device).to(dtype).requires_grad_()
-        forward = _best(lambda: _settle(device, torch.nn.functional.linear(x, w)), 0.05)
-        y = torch.nn.functional.linear(x, w)
-        seed = torch.ones_like(y)
-        both = _best(lambda: _settle(device, torch.autograd.grad(y, (x, w), seed, retain_graph=True)[0]), 0.05)
+        x = torch.randn(size, size, device=device).to(dtype)
+        w = torch.randn(size, size, device=device).to(dtype)
+        forward, both = _time(device, functional.linear, (x, w))
         if forward + both > 0.02 or size >= 8192:
             return 2 * size**3 / forward, 4 * size**3 / both
         size *= 2
 
 
+def _time(device: str, run: Callable[..., torch.Tensor], operands: tuple[torch.Tensor, ...]) -> tuple[float, float]:
+    """Seconds forward and backward."""
+    leaves = tuple(t.requires_grad_() for t in operands)
+    forward = _best(lambda: _settle(device, run(*leaves)), 0.05)
+    result = run(*leaves)
+    seed = torch.ones_like(result)
+    return forward, _best(
+        lambda: _settle(device, torch.autograd.grad(result, leaves, seed, retain_graph=True)[0]), 0.05
+    )
+
+
 def _measure_kernels(device: str) -> dict[str, float]:
     """Rates of families of kernels, each by one that is typical for it, forward and backward."""
-    F = torch.nn.functional
     wide = torch.randn(2048, 1024, device=device)
     image = torch.randn(4, 64, 56, 56, device=device)
     filters = torch.randn(64, 64, 3, 3, device=device)
@@ -247,31 +255,28 @@ def _measure_kernels(device: str) -> dict[str, float]:
     logits, targets = torch.randn(512, 8192, device=device), torch.randint(8192, (512,), device=device)
     ones = torch.ones(1024, device=device)
     cases: dict[str, tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...], float]] = {
-        "convolution.fp32": (lambda x, w: F.conv2d(x, w, padding=1), (image, filters), 2 * 4 * 56 * 56 * 64 * 64 * 9),
+        "convolution.fp32": (
+            lambda x, w: functional.conv2d(x, w, padding=1),
+            (image, filters),
+            2 * 4 * 56 * 56 * 64 * 64 * 9,
+        ),
         "attention.fp32": (
-            lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True),
+            lambda x: functional.scaled_dot_product_attention(x, x, x, is_causal=True),
             (heads,),
             4 * 2 * 16 * 512 * 512 * 64,
         ),
-        "softmax": (lambda x: F.cross_entropy(x, targets), (logits,), logits.nbytes),
-        "norm": (lambda x, w: F.layer_norm(x, (1024,), w, w), (wide, ones), 2 * wide.nbytes),
-        "transcendental": (F.gelu, (wide,), 2 * wide.nbytes),
-        "elementwise": (F.relu, (wide,), 2 * wide.nbytes),
-        "pool": (lambda x: F.max_pool2d(x, 2), (image,), 1.25 * image.nbytes),
-        "random": (lambda x: F.dropout(x, 0.1), (wide,), 2 * wide.nbytes),
+        "softmax": (lambda x: functional.cross_entropy(x, targets), (logits,), logits.nbytes),
+        "norm": (lambda x, w: functional.layer_norm(x, (1024,), w, w), (wide, ones), 2 * wide.nbytes),
+        "transcendental": (functional.gelu, (wide,), 2 * wide.nbytes),
+        "elementwise": (functional.relu, (wide,), 2 * wide.nbytes),
+        "pool": (lambda x: functional.max_pool2d(x, 2), (image,), 1.25 * image.nbytes),
+        "random": (lambda x: functional.dropout(x, 0.1), (wide,), 2 * wide.nbytes),
     }
     rates = {}
     for name, (run, operands, work) in cases.items():
-        leaves = tuple(t.requires_grad_() for t in operands)
-        rates[name] = work / _best(lambda: _settle(device, run(*leaves)), 0.05)  # noqa: B023  # called at once
-        result = run(*leaves)
-        seed = torch.ones_like(result)
-        seconds = _best(
-            lambda: _settle(device, torch.autograd.grad(result, leaves, seed, retain_graph=True)[0]),  # noqa: B023
-            0.05,
-        )
-        products = len(leaves) if "." in name else 1.5
-        rates[f"{name}.backward"] = products * work / seconds
+        forward, backward = _time(device, run, operands)
+        products = len(operands) if "." in name else 1.5  # passes over what forward moved once
+        rates[name], rates[f"{name}.backward"] = work / forward, products * work / backward
     return rates
 
 

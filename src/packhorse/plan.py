@@ -1,7 +1,7 @@
 """The plan: how a model will be run, decided before anything is allocated.
 
-In: a `Case`, a budget, a machine. Out: `Plan`: strategy, microbatches, what is kept and what is recomputed, where the stash goes,
-and what all that will take. Candidates are lists of actions; each is estimated, and the fastest that fits is taken.
+In: a `Case`, a budget, a machine. Out: `Plan`: strategy, microbatches, what is kept and what is recomputed, where the stash
+goes, and what all that will take. Candidates are lists of actions; each is estimated, and the fastest that fits is taken.
 """
 
 import dataclasses
@@ -196,8 +196,8 @@ def _find_limits(case: Case, memory: Memory, machine: Machine) -> dict[Tier, int
         limits[tier] = limit
     if limits["host"] < case.base_bytes:
         raise BudgetError(
-            f"memory is {format_bytes(limits['host'])}, but this process already has {format_bytes(case.base_bytes)} before any "
-            f"training; give at least {format_bytes(2 * case.base_bytes)}"
+            f"memory is {format_bytes(limits['host'])}, but this process already has {format_bytes(case.base_bytes)} before "
+            f"any training; give at least {format_bytes(2 * case.base_bytes)}"
         )
     return limits
 
@@ -307,8 +307,8 @@ def _refuse(case: Case, least: Plan, wish: Wish, memory: Memory, limits: Mapping
         changes.append(f"allow more than {wish.microbatches} microbatches")
     return (
         f"{case.partition.graph.name} does not fit {found}, {format_bytes(limits[tier])}: the smallest budget that works is "
-        f"{format_bytes(least.estimate.peak[tier])} ({least.strategy}, {least.microbatches} microbatches), most of it for {kind}; "
-        + ", or ".join(changes)
+        f"{format_bytes(least.estimate.peak[tier])} ({least.strategy}, {least.microbatches} microbatches), most of it for "
+        f"{kind}; " + ", or ".join(changes)
     )
 
 
