@@ -26,8 +26,8 @@ def test_ls_check_export_gc(trained: Path, tmp_path: Path, expected: list[dict[s
     shutil.copytree(trained, copy)
     described = describe_store(copy)
     assert described["step"] == 3 and described["model"] == "Sequential" and described["closed"]
-    count, problems = check_store(copy)
-    assert count > described["bytes"]["master"] and not problems
+    count, problems, compared = check_store(copy)
+    assert count > described["bytes"]["master"] and not problems and compared
     (copy / "blocks-7").mkdir()
     (copy / "manifest.json.new").write_text("half")
     assert reclaim(copy) > described["bytes_on_disk"] // 4

@@ -9,6 +9,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "packhorse"
 LAYERS = [
     "errors",
     "units",
+    "threads",
     "keys",
     "precision",
     "batch",

@@ -198,17 +198,17 @@ def list_store(directory: Directory, as_json: AsJson = False) -> None:
 
 @stores.command("check")
 def check(directory: Directory, as_json: AsJson = False) -> None:
-    """Read all that is committed and verify every checksum. Exit code 1 if anything is damaged."""
-    count, problems = check_store(directory)
+    """Read all that is committed and verify every checksum. Exit code 1 if anything is damaged, 2 if it cannot be opened."""
+    count, problems, compared = check_store(directory)
     if as_json:
-        typer.echo(json.dumps({"bytes": count, "problems": problems}, indent=2))
+        typer.echo(json.dumps({"bytes": count, "problems": problems, "compared": compared}, indent=2))
     else:
         for problem in problems:
             typer.echo(problem)
         typer.echo(
             f"{format_bytes(count)} read, {len(problems)} damaged parts"
             if problems
-            else f"{format_bytes(count)} read: whole"
+            else f"{format_bytes(count)} read: {'whole' if compared else 'not compared, it has no checksums'}"
         )
     raise typer.Exit(1 if problems else 0)
 

@@ -4,12 +4,13 @@ In: a `Program` (a partition and its list), microbatches, a store, a device. Out
 store. One loop, one table from kind to handler; what is asynchronous returns a handle, and use goes through its wait.
 """
 
+import contextlib
 import math
 import time
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -200,9 +201,10 @@ class Executor:
 
     def drain(self) -> None:
         """Waits until all updates are done."""
-        pending, self.pending = dict(self.pending), {}
+        futures = list(self.pending.values())
+        failures = [error for error in (future.exception() for future in futures) if error is not None]
+        self.pending.clear()
         self.in_flight.clear()
-        failures = [error for error in (future.exception() for future in pending.values()) if error is not None]
         if failures:
             raise failures[0]
 
@@ -219,11 +221,14 @@ class Executor:
         for gradient in task.sums.values():
             gradient.let_go()
         task.sums.clear()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Waits for all that is under way, whatever came of it, and lets go of what it held."""
+        _wait_for_all([*self.pending.values(), *self.in_flight])
         for fetched in self.fetched.values():
             fetched.release()
         self.fetched.clear()
-        for future in self.pending.values():
-            future.exception()
         self.pending.clear()
         self.in_flight.clear()
         self.updater.forget_parked()
@@ -300,7 +305,8 @@ class Executor:
         if kept:
             task.graphs[s, k] = (leaves, outputs)
         wanted = task.remaining[k]
-        detached = {name: tensor.detach() for name, tensor in outputs.items()}
+        # Parameters and buffers go when the segment is evicted; what is a view of them must not go with them.
+        detached = {n: t.detach().clone() if n in segment.borrowed_outputs else t.detach() for n, t in outputs.items()}
         task.values[k].update({name: tensor for name, tensor in detached.items() if wanted[name]})
         task.results[k].update({name: tensor for name, tensor in detached.items() if name in task.program.results})
 
@@ -423,7 +429,7 @@ class Executor:
             if segment == s and (task.deferred or home != s):
                 gradient = self._hand_over(task, s, block)
                 assert gradient is not None
-                norms = task.norms if task.deferred and home == s else None
+                norms = task.norms if task.deferred else None  # of a tied one the last, of all its uses, is what counts
                 self._submit(block.name, gradient, partial(self.updater.park, gradient, norms, check=not task.deferred))
 
     def _norm(self, task: Task, action: Action) -> None:
@@ -469,9 +475,14 @@ class Executor:
         owner = self.running
 
         def work() -> None:
-            if gradient is not None:
-                gradient.wait()
-            writes = job()
+            try:
+                if gradient is not None:
+                    gradient.wait()
+                writes = job()
+            except BaseException:
+                if gradient is not None:
+                    gradient.let_go()
+                raise
             if not _are_twins(owner, self.running):  # who would use again what the gradient leaves
                 self.heap.tidy(computing=True)
             gather([] if writes is None else [writes], lambda: None).add_done_callback(partial(_pass_on, finished))
@@ -527,7 +538,11 @@ class Fetched:
             if failure is not None:
                 host.set_exception(failure)
                 return
-            loan = self.store.borrow(block, MASTER, urgent=True, dtype=block.working)
+            try:
+                loan = self.store.borrow(block, MASTER, urgent=True, dtype=block.working)
+            except BaseException as error:  # called when an update ends, where nobody else would hear of it
+                host.set_exception(error)
+                return
             self.loans.append(loan)
             loan.ready.add_done_callback(partial(_pass_on, host))
 
@@ -554,6 +569,13 @@ class Fetched:
                 self.device.release(flat)
         for loan in self.loans:
             loan.give_back()
+
+
+def _wait_for_all(futures: "Sequence[Future[Any]]") -> None:
+    """Until all are done. Interrupts do not help: what they work on is not consistent before."""
+    while not all(future.done() for future in futures):
+        with contextlib.suppress(KeyboardInterrupt):
+            wait(futures)
 
 
 def _are_twins(a: Segment | None, b: Segment | None) -> bool:

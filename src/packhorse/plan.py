@@ -124,12 +124,6 @@ class Case:
     def backward(self) -> frozenset[int]:
         return frozenset(s.index for s in self.partition.segments if s.is_differentiable)
 
-    @cached_property
-    def parks(self) -> frozenset[int]:
-        """Segments that use an updated block which an earlier one uses too."""
-        layout = self.layout
-        return frozenset(s for b in layout.blocks if layout.home(b) is not None for s in layout.users[b.name][1:])
-
 
 def choose(case: Case, strategy: str, microbatches: int | None, memory: Memory, available: int) -> Plan:
     """The first that fits: graphs kept before recomputed, few microbatches before many."""
@@ -179,7 +173,7 @@ def _make(case: Case, strategy: str, microbatches: int) -> Plan:
         case.backward,
         case.precision,
         case.update,
-        parks=case.parks,
+        parks=case.layout.parks(),
         casts=case.casts,
         state_bytes=sum(block.all_nbytes for block in case.layout.blocks),
         prefetch_bytes=_two_largest_neighbours(case.weights),

@@ -3,7 +3,8 @@
 It captures, partitions, plans and lays out once; each step then splits a batch and hands a list of actions to the executor.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from packhorse.plan import Case, Plan, Strategy, choose
 from packhorse.precision import LossScale, Precision, check_precision, list_casts
 from packhorse.state import ModelState, StateDict
 from packhorse.store import DiskStore, RamStore, Stash, Store
-from packhorse.store.disk import Durability
+from packhorse.store.disk import Durability, check_durability
 from packhorse.store.encode import decode, encode
 from packhorse.update import Updater
 from packhorse.weights import read_files, read_model
@@ -59,7 +60,7 @@ class Trainer:
         seed: int = 0,
         weights: str | Path | None = None,
     ):
-        _check_choices(precision, durability, update, clip_norm)
+        _check_choices(precision, update, clip_norm)
         refuse_sparse(model)
         self.model, self.loss, self.weight, self.scheduler, self.data = model, loss, weight, scheduler, data
         self.precision, self.clip_norm, self.seed = precision, clip_norm, seed
@@ -67,15 +68,32 @@ class Trainer:
         self.scaler = LossScale() if precision == "fp16" else None
         self.steps = 0
         self.last: Task | None = None
-        self._closed = False
+        self._closed = self._broken = False
         self._graphs: dict[Any, Graph] = {}
         self._partitions: dict[int, Partition] = {}
         self._programs: dict[Any, Program] = {}
         self._ledger = Ledger()
-        pool = Pool(self._ledger)
-        self._device = find_device(device, pool)
+        self._pool = Pool(self._ledger)
+        self._device = find_device(device, self._pool)
         self._stepper = Stepper(optimizer, model)
         self._store: Store = _choose_store(store, durability)
+        try:
+            self._prepare(example, strategy, microbatches, memory, resume, weights, overlap)
+        except BaseException:
+            self._store.close()  # nobody else will
+            raise
+
+    def _prepare(
+        self,
+        example: Any,
+        strategy: Strategy,
+        microbatches: int | None,
+        memory: int | str | Memory | None,
+        resume: bool,
+        weights: str | Path | None,
+        overlap: bool,
+    ) -> None:
+        """Captures, cuts, plans, fills the store."""
         on_disk = self._store.on_disk
         budget = read_budget(memory)
         base = resident_bytes()
@@ -83,17 +101,17 @@ class Trainer:
         graph = self._capture("train", example)
         self._partition = partition(graph)
         self._partitions[id(graph)] = self._partition
-        self._layout = make_layout(model, self._partition, self._stepper, on_disk=on_disk, deferred=self.deferred)
+        self._layout = make_layout(self.model, self._partition, self._stepper, on_disk=on_disk, deferred=self.deferred)
         case = Case(
             self._partition,
             self._layout,
             graph.batch.rows,
-            precision,
+            self.precision,
             "deferred" if self.deferred else "eager",
             on_disk,
             base,
-            1 if durability == "none" else 2,
-            list_casts(model, precision),
+            self._store.versions,
+            list_casts(self.model, self.precision),
         )
         self._case = case
         self.plan: Plan = choose(case, strategy, microbatches, budget, available_bytes())
@@ -101,45 +119,57 @@ class Trainer:
         heap = Heap(self._ledger, plenty=(budget.limit("host") or 0) > 2 * self.plan.peak_bytes)
         self._state = ModelState(graph, self._layout, self._store, self._ledger)
         self._updater = Updater(self._store, self._stepper, self._state.small)
-        self._open_store(pool, resume, weights)
+        self._open_store(resume, weights)
         stash = Stash(self._ledger, self._store, self.plan.stash_bytes)
         self._executor = Executor(
             self._state, self._device, self._updater, stash, heap, seed=self.seed, overlap=overlap
         )
-        self._state.hand_over(model)
+        self._state.hand_over(self.model)
 
     # -- the loop's verbs
 
     def step(self, batch: Any) -> float:
         """Trains on one batch; returns its mean loss."""
         self._check_open()
+        self._updater.num_threads = torch.get_num_threads()
         groups = self._stepper.read_groups()
         position = self._read_position()  # on entry: a loader that reads ahead may have moved on when the step is done
         task = self._task("train", batch, training=True)
         task.groups, task.clip_norm = groups, self.clip_norm
         task.deferred = self.deferred
         task.loss_scale = self.scaler.scale if self.scaler else 1.0
-        try:
+        with self._undone_if_it_fails():
             self._executor.run(task)
             if not self.deferred:
                 self._executor.drain()
+            if task.overflowed:
+                self._updater.forget_parked()
+            if self.scaler:
+                self.scaler.update(task.overflowed)
+            self.last = task
+            self.steps += 1
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # LR schedulers ask, to warn about their order
+            if self.scheduler is not None and not task.overflowed:
+                self.scheduler.step()
+            self._commit(position)
+        return _mean_loss(task)
+
+    @contextmanager
+    def _undone_if_it_fails(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException as error:
             self._roll_back(error)
             raise
-        if task.overflowed:
-            self._updater.forget_parked()
-        if self.scaler:
-            self.scaler.update(task.overflowed)
-        self.last = task
-        self.steps += 1
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what LR schedulers ask, to warn about their order
-        if self.scheduler is not None and not task.overflowed:
-            self.scheduler.step()
-        self._commit(position)
-        return _mean_loss(task)
+
+    def _settle(self) -> None:
+        """Waits for updates and commits that are under way; if one fails, the step it belongs to is undone."""
+        with self._undone_if_it_fails():
+            self._executor.drain()
 
     def _roll_back(self, error: BaseException) -> None:
         """After a failure: with versions, all is as the last commit left it, but the position of the data, which moves on."""
+        self._executor.abandon()
         try:
             facts = self._store.roll_back()
             if facts is not None:
@@ -147,17 +177,21 @@ class Trainer:
                 self._load_facts({**facts, "data": None})
                 error.add_note(f"the store is as it was after step {self.steps}; training may go on from there")
         except StoreError as second:
-            self._closed = True
-            error.add_note(f"the store could not be rolled back ({second}); make a new trainer with resume=True")
+            self._broken = True
+            error.add_note(
+                f"the store could not be rolled back ({second}); close this trainer and make a new one with resume=True"
+            )
 
     def evaluate(self, batch: Any) -> float:
         """The mean loss in evaluation mode; nothing is updated."""
         self._check_open()
+        self._settle()
         return _mean_loss(self._executor.run(self._task("eval", batch)))
 
     def predict(self, batch: Any) -> Any:
         """The model's output in evaluation mode, for the whole batch."""
         self._check_open()
+        self._settle()
         task = self._executor.run(self._task("predict", batch))
         partition = task.program.partition
         outputs = []
@@ -187,13 +221,13 @@ class Trainer:
     def state_dict(self) -> Mapping[str, Tensor]:
         """Parameters and persistent buffers by name, both names of ties; a value is a copy, read when it is asked for."""
         self._check_open()
-        self._executor.drain()
+        self._settle()
         return StateDict(self._state)
 
     def load_into(self, model: nn.Module) -> None:
         """Copies all parameters and buffers into a model with memory of its own."""
         self._check_open()
-        self._executor.drain()
+        self._settle()
         with torch.no_grad():
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
                 value = self._state.read(name)
@@ -209,7 +243,7 @@ class Trainer:
     def save(self, directory: str | Path) -> list[Path]:
         """Writes the model as safetensors under its own names, ties once, with its config if it has one; for others to load."""
         self._check_open()
-        self._executor.drain()
+        self._settle()
         return self._state.save(directory, self.model)
 
     def close(self) -> None:
@@ -217,15 +251,18 @@ class Trainer:
         if self._closed:
             return
         try:
-            self._executor.drain()
+            if not self._broken:
+                self._settle()
         finally:
             self._closed = True
             self._executor.close()
-            self._executor.stash.close()
             for name, buffer in self.model.named_buffers():
                 if not buffer.is_meta and name in self._state.buffers:
                     buffer.copy_(self._state.buffers[name])
-            self._store.close()
+            try:
+                self._store.close()
+            finally:
+                self._executor.stash.close()  # when nothing is written to it any more
 
     def __enter__(self) -> "Trainer":
         return self
@@ -298,9 +335,10 @@ class Trainer:
 
     # -- the store
 
-    def _open_store(self, pool: Pool, resume: bool, weights: str | Path | None) -> None:
+    def _open_store(self, resume: bool, weights: str | Path | None) -> None:
         """Makes the store and fills it with the model's first values, or opens one that holds a run."""
         store, state = self._store, self._state
+        store.claim()
         manifest = store.read_manifest()
         header = state.describe(self.model, self.optimizer)
         if manifest is not None and not resume:
@@ -310,15 +348,17 @@ class Trainer:
             )
         if manifest is None:
             source = read_files(self.model, weights) if weights is not None else read_model(self.model)
-            store.create(self._layout.blocks, pool, header)
+            store.create(self._layout.blocks, self._pool, header)
             state.fill(source)
             state.take_optimizer_state(self.optimizer, self.model)
             self._commit(self._read_position())
             return
-        store.open(self._layout.blocks, pool, header)
+        store.open(self._layout.blocks, self._pool, header)
         state.load_small(store.read_small())
         self._load_facts(manifest["facts"])
         self.optimizer.state.clear()
+        if store.is_laid_out_anew:  # states of what is not updated any more are gone: so say the small tensors now
+            store.commit(manifest["facts"], state.small_tensors())
 
     def _load_facts(self, facts: Mapping[str, Any]) -> None:
         """Step, seed, hyper-parameters, schedule and position, as the last commit left them."""
@@ -359,6 +399,10 @@ class Trainer:
             self._store.commit(facts, self._state.small_tensors())
 
     def _check_open(self) -> None:
+        if self._broken:
+            raise PackhorseError(
+                "a step failed and could not be undone; close this trainer and make one with resume=True"
+            )
         if self._closed:
             raise PackhorseError("the trainer is closed; make a new one (with resume=True to continue from its store)")
 
@@ -406,20 +450,21 @@ def _join(graph: Graph, outputs: list[Any]) -> Any:
 
 
 def _choose_store(store: str | Path | Store | None, durability: Durability) -> Store:
+    check_durability(durability)
     if store is None:
         return RamStore()
     if isinstance(store, (str, Path)):
         return DiskStore(store, durability=durability)
+    if isinstance(store, DiskStore) and durability not in ("process", store.durability):
+        raise PackhorseError(
+            f"durability is {durability!r}, but the store given has {store.durability!r}; say it there"
+        )
     return store
 
 
-def _check_choices(precision: str, durability: str, update: str, clip_norm: float | None) -> None:
+def _check_choices(precision: str, update: str, clip_norm: float | None) -> None:
     check_precision(precision)
-    for name, found, allowed in (
-        ("durability", durability, ("none", "process", "power")),
-        ("update", update, ("eager", "deferred")),
-    ):
-        if found not in allowed:
-            raise PackhorseError(f"{name} is {found!r}, expected one of {', '.join(allowed)}")
+    if update not in ("eager", "deferred"):
+        raise PackhorseError(f"update is {update!r}, expected one of eager, deferred")
     if clip_norm is not None and not clip_norm > 0:
         raise PackhorseError(f"clip_norm is {clip_norm}, expected a norm above 0, or None not to clip")

@@ -10,6 +10,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from packhorse.errors import StoreError
+from packhorse.threads import use_threads
+
 
 class Lane:
     """Jobs in order of urgency, then of arrival."""
@@ -17,11 +20,14 @@ class Lane:
     def __init__(self, name: str, num_threads: int):
         self._jobs: queue.PriorityQueue[tuple[int, int, Callable[[], None] | None]] = queue.PriorityQueue()
         self._numbers = itertools.count()
+        self._closed = False
         self._threads = [threading.Thread(target=self._work, name=name, daemon=True) for _ in range(num_threads)]
         for thread in self._threads:
             thread.start()
 
     def submit(self, job: Callable[[], Any], *, urgent: bool = False) -> "Future[Any]":
+        if self._closed:
+            raise StoreError("the store is closed: its trainer has ended; read what you need before")
         future: Future[Any] = Future()
 
         def run() -> None:
@@ -41,12 +47,16 @@ class Lane:
 
     def close(self) -> None:
         """Finishes what was submitted."""
+        if self._closed:
+            return
+        self._closed = True
         for _ in self._threads:
             self._jobs.put((2, next(self._numbers), None))
         for thread in self._threads:
             thread.join()
 
     def _work(self) -> None:
+        use_threads(1)
         while True:
             job = self._jobs.get()[2]
             if job is None:

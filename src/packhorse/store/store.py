@@ -33,6 +33,11 @@ class Store(ABC):
     """Blocks by name. A kind may have several versions: then a write never touches the one that reads see."""
 
     on_disk = False
+    versions = 1  # of every block
+    is_laid_out_anew = False  # opened with other blocks than it had
+
+    def claim(self) -> None:  # noqa: B027  # memory is nobody else's anyway
+        """From now on no other process may use it."""
 
     @abstractmethod
     def create(self, blocks: Sequence[Block], pool: Pool, header: Mapping[str, Any]) -> None:
