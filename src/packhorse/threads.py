@@ -1,8 +1,8 @@
 """Threads: how many cores the kernels of one thread use.
 
 OpenMP gives every thread that runs a parallel kernel helpers of its own. As soon as there are more of them than cores, all
-stop to spin at their barriers and go to sleep instead, and every kernel of the thread that computes starts late: 5 % of a
-step on two cores. So threads in the background use one core each, unless the order of a sum depends on it.
+stop to spin at their barriers and go to sleep instead, and every kernel of the thread that computes starts late.
+So threads in the background use one core each, unless the order of a sum depends on it.
 """
 
 import contextlib
