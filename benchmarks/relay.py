@@ -4,6 +4,7 @@
     python benchmarks/relay.py xl      # GPT2-XL in 2 GiB, against the same list with movement and update made no-ops
     python benchmarks/relay.py durability  # versions, checksums and commits on disk, against none of them
     python benchmarks/relay.py depth   # peak memory over depth, and over the number of microbatches
+    python benchmarks/relay.py overlap # a store slowed until it takes as long as compute: with overlap, and without
 
 Every contender is a process of its own that takes a step when told to, so that steps of different contenders alternate while
 each has its own peak memory. Options: --precision, --repeats, --tokens, --layers.
@@ -217,7 +218,7 @@ def ratio(results: dict[str, Any], name: str, against: str) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("question", choices=["speed", "xl", "durability", "depth"])
+    parser.add_argument("question", choices=["speed", "xl", "durability", "depth", "overlap"])
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=2048)
@@ -249,9 +250,70 @@ def main() -> None:
         results = run(names, options)
         for name in names[1:]:
             results[name]["against none"] = ratio(results, name, names[0])
+    elif options.question == "overlap":
+        results = measure_overlap(options)
     else:
         results = measure_depth(options)
     save(options.name or f"relay_{options.question}_{options.precision}", results)
+
+
+def measure_overlap(options: argparse.Namespace) -> dict[str, Any]:
+    """Steps at full speed, and on a disk that takes as long as they do: the larger of the two, or their sum?"""
+    import torch
+
+    import packhorse as ph
+
+    options.layers, options.heads, options.width, options.vocabulary = 12, 8, 512, 256
+    directory = Path(tempfile.mkdtemp(dir=options.directory))
+    trainers: dict[str, Any] = {}
+
+    def start(name: str, rate: float | None, overlap: bool) -> float:
+        model, batch, loss = make_task(options, "meta")
+        trainers[name] = ph.Trainer(
+            model,
+            torch.optim.AdamW(model.parameters(), fused=True),
+            batch,
+            loss=loss,
+            strategy="relay",
+            microbatches=options.microbatches,
+            store=ph.DiskStore(directory / name, bytes_per_second=rate),
+            overlap=overlap,
+        )
+        step = partial(trainers[name].step, batch)
+        step()
+        return time_step(step)
+
+    free = start("full speed", None, True)
+    moved = sum(trainers["full speed"].plan.estimate.moved.values())
+    rate = moved / free
+    for name, overlap in (("slowed", True), ("slowed, no overlap", False)):
+        start(name, rate, overlap)
+    _, batch, _ = make_task(options, "meta")
+    seconds: dict[str, list[float]] = {name: [] for name in trainers}
+    for _ in range(options.repeats):
+        for name, trainer in trainers.items():
+            seconds[name].append(time_step(partial(trainer.step, batch)))
+            print(name, seconds[name][-1], flush=True)
+    for trainer in trainers.values():
+        trainer.close()
+    shutil.rmtree(directory)
+    medians = {name: statistics.median(found) for name, found in seconds.items()}
+    transfer = moved / rate
+    longer = max(medians["full speed"], transfer)
+    return {
+        "bytes a step": moved,
+        "bytes a second": round(rate),
+        "seconds of transfers": round(transfer, 3),
+        **{name: {"median_seconds": round(medians[name], 3), "seconds": seconds[name]} for name in medians},
+        "slowed / the larger of compute and transfers": round(medians["slowed"] / longer, 3),
+        "without overlap": round(medians["slowed, no overlap"] / longer, 3),
+    }
+
+
+def time_step(step: Any) -> float:
+    started = time.perf_counter()
+    step()
+    return time.perf_counter() - started
 
 
 def measure_depth(options: argparse.Namespace) -> dict[str, Any]:

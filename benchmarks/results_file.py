@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from datetime import date
@@ -25,7 +26,7 @@ def save(name: str, numbers: Any) -> Path:
     ).stdout.strip()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     record = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": re.sub(r"(?<=--directory )\S+", "DIR", " ".join(["python", *sys.argv])),
         "commit": commit + ("+changes" if dirty else ""),
         "machine": f"{os.cpu_count()} cores {platform.machine()}, {memory:.0f} GiB, no accelerator",
         "python": platform.python_version(),

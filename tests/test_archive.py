@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import packhorse as ph
+import packhorse.checkpoint
 import packhorse.trainer
 from crash import STEPS, assert_equal, make_trainer, read_state, train
 from packhorse.archive import check_store, describe_store, export_store, reclaim
@@ -26,8 +28,8 @@ def test_ls_check_export_gc(trained: Path, tmp_path: Path, expected: list[dict[s
     shutil.copytree(trained, copy)
     described = describe_store(copy)
     assert described["step"] == 3 and described["model"] == "Sequential" and described["closed"]
-    count, problems = check_store(copy)
-    assert count > described["bytes"]["master"] and not problems
+    count, problems, compared = check_store(copy)
+    assert count > described["bytes"]["master"] and not problems and compared
     (copy / "blocks-7").mkdir()
     (copy / "manifest.json.new").write_text("half")
     assert reclaim(copy) > described["bytes_on_disk"] // 4
@@ -103,3 +105,44 @@ def test_saving_beside_other_weights_is_refused(tmp_path: Path) -> None:
         (tmp_path / "out" / "other.safetensors").write_bytes(b"")
         with pytest.raises(StoreError, match=r"already holds other\.safetensors"):
             trainer.save(tmp_path / "out")
+
+
+def test_a_save_that_fails_leaves_the_old_one_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("packhorse.checkpoint.SHARD", 100)
+    write_shard, written = packhorse.checkpoint._write_shard, []
+    with make_trainer(tmp_path / "s") as trainer:
+        files = trainer.save(tmp_path / "out")
+        before = {file: file.read_bytes() for file in files}
+        assert len(files) > 2
+        train(trainer, 2)
+
+        def fail(path: Path, *arguments: Any) -> None:
+            written.append(path)
+            if len(written) == 2:
+                raise OSError(28, "No space left on device")
+            write_shard(path, *arguments)
+
+        monkeypatch.setattr("packhorse.checkpoint._write_shard", fail)
+        with pytest.raises(StoreError, match="No space left"):
+            trainer.save(tmp_path / "out")
+        assert {file: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
+
+
+def test_buffers_read_from_files_have_the_models_own_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files in half precision are common; a batch norm's statistics stay what the model has."""
+    monkeypatch.setattr(packhorse.trainer, "capture", ph.capture)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    halves = {name: t.half() if t.is_floating_point() else t for name, t in model.state_dict().items()}
+    save_file(halves, tmp_path / "model.safetensors")
+    batch = (torch.randn(6, 4), torch.randn(6, 4))
+    with ph.Trainer(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        batch,
+        loss=lambda y, b: nn.functional.mse_loss(y, b[1]),
+        weights=tmp_path / "model.safetensors",
+    ) as trainer:
+        trainer.step(batch)
+        assert {name: t.dtype for name, t in trainer.state_dict().items()} == {
+            name: t.dtype for name, t in nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).state_dict().items()
+        }

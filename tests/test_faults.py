@@ -3,11 +3,14 @@
 import errno
 import os
 import shutil
+import threading
+import time
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 import packhorse as ph
@@ -16,6 +19,7 @@ from crash import STEPS, Positions, assert_equal, make_trainer, read_state, trai
 from packhorse.archive import check_store
 from packhorse.errors import StoreError
 from packhorse.memory import Ledger, Pool
+from packhorse.store import Stash
 from packhorse.store.files import FileSystem
 
 pytestmark = pytest.mark.usefixtures("captured_once")
@@ -61,8 +65,12 @@ class Faulty(FileSystem):
 def end_two_steps(trainer: ph.Trainer, batch: Any) -> None:
     """A deferred step may fail when the next one looks at it."""
     for _ in range(2):
-        trainer.step(batch)
-        trainer.state_dict()
+        end_step(trainer, batch)
+
+
+def end_step(trainer: ph.Trainer, batch: Any) -> None:
+    trainer.step(batch)
+    trainer.state_dict()
 
 
 @pytest.mark.parametrize("deferred", [False, True], ids=["eager", "deferred"])
@@ -103,6 +111,33 @@ def test_a_fault_loses_nothing(
     trainer.close()
 
 
+@pytest.mark.parametrize(
+    ("fault", "where"), [("failing read", "exp_avg"), ("failing read", "master"), ("disk full", "exp_avg")]
+)
+def test_a_failed_step_gives_back_what_it_held(tmp_path: Path, fault: str, where: str) -> None:
+    system = Faulty(fault, where, 2)
+    with make_trainer(ph.DiskStore(tmp_path, filesystem=system)) as trainer:
+        batches = iter(trainer.data)
+        for armed in (False, False, True, False):
+            system.armed = armed
+            batch = next(batches)
+            if armed:
+                with pytest.raises(StoreError):
+                    trainer.step(batch)
+            else:
+                trainer.step(batch)
+            assert trainer._pool._in_use == 0, "no buffer is on loan between two steps"
+
+
+def test_a_run_that_goes_on_elsewhere_is_named_before_its_files_are_read(tmp_path: Path) -> None:
+    """The manifest of a run under way may be in the middle of being replaced."""
+    with make_trainer(tmp_path) as trainer:
+        train(trainer, 1)
+        (tmp_path / "manifest.json").write_text("half")
+        with pytest.raises(StoreError, match="in use"):
+            make_trainer(tmp_path)
+
+
 @pytest.mark.parametrize("fault", ["short read", "short write"])
 def test_short_operations_are_completed(tmp_path: Path, expected: list[dict[str, Tensor]], fault: str) -> None:
     system = Faulty(fault, ".bin", 1)
@@ -112,21 +147,80 @@ def test_short_operations_are_completed(tmp_path: Path, expected: list[dict[str,
     assert_equal(read_state(tmp_path)[1], expected[STEPS], fault)
 
 
-def test_a_failed_step_can_be_repeated(tmp_path: Path, expected: list[dict[str, Tensor]]) -> None:
-    """In the same process: the batch whose step failed is given again."""
-    system = Faulty("disk full", "exp_avg", 3)
-    trainer = make_trainer(ph.DiskStore(tmp_path, filesystem=system))
+@pytest.mark.parametrize(("where", "at"), [("exp_avg", 3), ("manifest", 1), ("small", 1)])
+@pytest.mark.parametrize("options", [{}, {"update": "deferred"}], ids=["eager", "deferred"])
+def test_a_failed_step_can_be_repeated(
+    tmp_path: Path, expected: list[dict[str, Tensor]], where: str, at: int, options: dict[str, Any]
+) -> None:
+    """In the same process: the batch whose step failed is given again. What failed in the background shows in the next verb."""
+    system = Faulty("disk full", where, at)
+    trainer = make_trainer(ph.DiskStore(tmp_path, filesystem=system), **options)
     batches = list(zip(range(STEPS), Positions(), strict=False))
     for i, batch in batches:
+        trainer.state_dict()
         system.armed = i == 3
         if i == 3:
             with pytest.raises(StoreError, match="No space left") as failure:
-                trainer.step(batch)
+                end_step(trainer, batch)
+            assert trainer.steps == 3
             assert any("as it was after step 3" in note for note in failure.value.__notes__)
             system.armed = False
         trainer.step(batch)
     trainer.close()
     assert_equal(read_state(tmp_path)[1], expected[STEPS], "repeated")
+
+
+@pytest.mark.parametrize("options", [{}, {"update": "deferred"}], ids=["eager", "deferred"])
+def test_an_interrupted_step_can_be_repeated(
+    tmp_path: Path, expected: list[dict[str, Tensor]], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Updates that are under way end before anything is rolled back."""
+    with make_trainer(ph.DiskStore(tmp_path, bytes_per_second=2e6), **options) as trainer:
+        train(trainer, 2)
+        batches = iter(trainer.data)
+        batch = next(batches)
+
+        def interrupt(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer._executor, "drain", interrupt)  # at the end of a step, or before its norm
+            with pytest.raises(KeyboardInterrupt):
+                trainer.step(batch)
+        assert trainer.steps == 2
+        trainer.step(batch)
+        train(trainer)
+    assert_equal(read_state(tmp_path)[1], expected[STEPS], "interrupted")
+
+
+def test_a_place_in_the_stash_is_not_written_while_it_is_read(tmp_path: Path) -> None:
+    store = ph.DiskStore(tmp_path)
+    store.claim()
+    stash = Stash(Ledger(), store, 0)
+    started, go_on = threading.Event(), threading.Event()
+    first, second = torch.ones(4096), torch.zeros(4096)
+    stash.put("first", first)
+    while stash._kept["first"].buffer is not None:  # until it is written
+        time.sleep(0.001)
+    read = store.system.read
+
+    def slow_read(*arguments: Any) -> int:
+        started.set()
+        go_on.wait()
+        return read(*arguments)
+
+    store.system.read = slow_read  # type: ignore[method-assign]
+    found = stash.get("first")
+    stash.drop("first")
+    started.wait()
+    stash.put("second", second)
+    while stash._kept["second"].buffer is not None:
+        time.sleep(0.001)
+    go_on.set()
+    assert torch.equal(found.result(), first)
+    stash.clear()
+    store.close()
+    stash.close()
 
 
 # -- damage
@@ -155,7 +249,7 @@ def test_every_flipped_byte_is_found(trained: Path) -> None:
         at, mask = start + random.randrange(size), 1 << random.randrange(8)
         flip(path, at, mask)
         try:
-            _, problems = check_store(trained)
+            _, problems, _ = check_store(trained)
         except StoreError as error:
             problems = [str(error)]
         assert problems and path.name in problems[0], f"byte {at} of {path.name} is damaged, and nobody says so"

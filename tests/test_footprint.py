@@ -36,7 +36,7 @@ def measure(segment: ph.Segment, parameters: Any, buffers: Any, leaves: Any, gra
 @pytest.mark.parametrize("name", toys.ZOO)
 def test_footprints_are_what_segments_take(name: str) -> None:
     model, make_batch, loss = toys.zoo(name)
-    graph = ph.capture(model, make_batch(4), loss)
+    graph = ph.capture(model, make_batch(ROWS // 2), loss)
     batch = make_batch(ROWS)
     part = ph.partition(graph)
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())

@@ -270,6 +270,66 @@ class Biased(nn.Module):
         return self.out(x[:, -1])
 
 
+class Shared(nn.Module):
+    """Blocks that all read views, made once, of a buffer and of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(16, 1024)
+        self.register_buffer("mask", torch.rand(1024, 1024))
+        self.bias = nn.Parameter(torch.randn(2048))
+        self.blocks = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(3))
+        self.head = nn.Linear(1024, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask, bias = self.mask[:1024, :1024], self.bias[None, :1024]
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x) @ mask / 1024 + bias)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("options", [{}, {"memory": "4GiB"}], ids=str)
+def test_views_of_parameters_and_buffers_outlive_them(options: dict[str, Any], tmp_path: Path) -> None:
+    """A view that crosses a cut must not show what its memory is used for next."""
+    model = Shared()
+    batches = [(torch.randn(6, 16), torch.randint(4, (6,))) for _ in range(2)]
+    expected = train_plain(model, adamw, batches, classify, microbatches=3)
+    trainer, losses = train(model, adamw, batches, classify, store=tmp_path, microbatches=3, **options)
+    assert_same_run(trainer, losses, expected, str(options))
+    trainer.close()
+
+
+class Detached(nn.Module):
+    """A tied embedding that is looked up without a gradient: only the head teaches it."""
+
+    def __init__(self, before: bool) -> None:
+        super().__init__()
+        self.before = nn.Linear(8, 8) if before else None
+        self.embedding = nn.Parameter(torch.randn(5, 8))
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.before is None else self.before(x)
+        x = x + self.embedding.detach().sum(0)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x @ self.embedding.t()
+
+
+@pytest.mark.parametrize("where", ["ram", "disk"])
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
+def test_a_use_without_gradient_comes_first(where: str, before: bool, clip_norm: float | None, tmp_path: Path) -> None:
+    model = Detached(before)
+    batches = [(torch.randn(6, 8), torch.randint(5, (6,))) for _ in range(3)]
+    options: dict[str, Any] = {"microbatches": 2, "clip_norm": clip_norm}
+    expected = train_plain(model, adamw, batches, classify, **options)
+    trainer, losses = train(model, adamw, batches, classify, store=tmp_path if where == "disk" else None, **options)
+    assert_same_run(trainer, losses, expected, f"{where}, {before}")
+    trainer.close()
+
+
 def survey() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
     encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
     images = (3, 12, 12)

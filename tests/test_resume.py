@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import crash
 import packhorse as ph
+import packhorse.search
 import packhorse.trainer
 from crash import STEPS, Positions, assert_equal, make_trainer, read_state, train
 from packhorse.archive import describe_store
@@ -62,9 +63,9 @@ def test_another_partition_lays_the_store_out_anew(
 ) -> None:
     with make_trainer(tmp_path) as trainer:
         train(trainer, 2)
-    cut = packhorse.trainer.partition
+    cut = packhorse.search.partition
     with monkeypatch.context() as patch:
-        patch.setattr(packhorse.trainer, "partition", lambda graph: cut(graph, 3))
+        patch.setattr(packhorse.search, "partition", lambda graph: cut(graph, 3))
         with make_trainer(tmp_path) as trainer:
             assert len(trainer._layout.blocks) == 2
             train(trainer, 4)
@@ -125,6 +126,79 @@ def test_without_durability_only_a_closed_store_is_resumed(tmp_path: Path) -> No
         make_trainer(tmp_path / "crashed", durability="none")
     with make_trainer(tmp_path / "s", durability="none") as trainer:
         assert trainer.steps == 2
+
+
+def test_a_store_that_was_only_looked_at_stays_resumable(tmp_path: Path, expected: list[dict[str, Tensor]]) -> None:
+    """Another durability lays it out anew; nothing is trained before it is closed."""
+    with make_trainer(tmp_path) as trainer:
+        train(trainer, 2)
+    with make_trainer(tmp_path, durability="none") as trainer:
+        trainer.save(tmp_path / "out")
+    with make_trainer(tmp_path, durability="none") as trainer:
+        train(trainer, 3)
+    with make_trainer(tmp_path) as trainer:
+        train(trainer)
+    assert_equal(read_state(tmp_path)[1], expected[STEPS], "looked at")
+
+
+def test_a_failure_that_changed_nothing_costs_nothing(tmp_path: Path) -> None:
+    """Without durability a step that failed after it wrote cannot be taken back; one that failed before need not be."""
+    with make_trainer(tmp_path, durability="none") as trainer:
+        train(trainer, 1)
+        inputs, labels = next(iter(trainer.data))
+        with pytest.raises(ph.NumericsError):
+            trainer.step((inputs * torch.inf, labels))
+        train(trainer, 3)
+    with make_trainer(tmp_path, durability="none") as trainer:
+        assert trainer.steps == 3
+
+
+def test_parameters_may_be_frozen_and_thawed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is frozen keeps its value and loses its states; thawed, it starts with new ones."""
+    monkeypatch.setattr(packhorse.trainer, "capture", ph.capture)
+    batches = [next(iter(at(position))) for position in range(3)]
+
+    def resume(frozen: bool) -> ph.Trainer:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(24, 24), nn.GELU(), nn.Linear(24, 4))
+        model[2].requires_grad_(not frozen)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        return ph.Trainer(
+            model, optimizer, batches[0], loss=crash.classify, store=tmp_path, resume=True, strategy="relay"
+        )
+
+    values = []
+    for frozen, batch in zip((False, True, False), batches, strict=True):
+        with resume(frozen) as trainer:
+            trainer.step(batch)
+            values.append(dict(trainer.state_dict()))
+    assert torch.equal(values[0]["2.weight"], values[1]["2.weight"])
+    assert not torch.equal(values[0]["0.weight"], values[1]["0.weight"])
+    assert not torch.equal(values[1]["2.weight"], values[2]["2.weight"])
+
+
+def test_a_trainer_that_could_not_be_made_leaves_the_store_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make_trainer(tmp_path) as trainer:
+        train(trainer, 1)
+        state = trainer.state_dict()
+    with pytest.raises(StoreError, match="closed"):
+        state["0.0.weight"]
+    with monkeypatch.context() as patch:
+        patch.setattr(packhorse.trainer, "capture", ph.capture)
+        other = nn.Sequential(nn.Linear(24, 4))
+        with pytest.raises(StoreError, match="another model"):
+            ph.Trainer(
+                other,
+                torch.optim.AdamW(other.parameters()),
+                next(iter(Positions())),
+                loss=crash.classify,
+                store=tmp_path,
+                resume=True,
+            )
+    with make_trainer(tmp_path) as trainer:
+        assert trainer.steps == 1
 
 
 def test_a_store_in_use_names_its_holder(tmp_path: Path) -> None:

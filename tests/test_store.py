@@ -14,7 +14,7 @@ from torch import Tensor
 from packhorse import DiskStore, RamStore, StoreError
 from packhorse.memory import Ledger, Pool, map_bytes
 from packhorse.store import MASTER, Stash, Store, make_block
-from packhorse.store.lane import Lane
+from packhorse.store.lane import URGENT, Lane
 
 
 def make_store(where: str, path: Path, **options: Any) -> Store:
@@ -143,7 +143,7 @@ def test_urgent_jobs_pass() -> None:
     gate = lane.submit(lambda: __import__("time").sleep(0.05))
     for i in range(3):
         lane.submit(lambda i=i: order.append(i))
-    lane.submit(lambda: order.append(9), urgent=True)
+    lane.submit(lambda: order.append(9), priority=URGENT)
     lane.close()
     assert gate.done() and order == [9, 0, 1, 2]
 

@@ -271,7 +271,8 @@ def test_resume(tmp_path: Path) -> None:
 
 def test_a_budget_too_small() -> None:
     with pytest.raises(
-        ph.BudgetError, match=r"does not fit memory, 1.0 MiB: the smallest budget that works is \d.* MiB"
+        ph.BudgetError,
+        match=r"does not fit host memory, 1.0 MiB: this process alone.* smallest budget that works is \d.* MiB",
     ):
         make_trainer(memory="1MiB")
     with pytest.raises(ph.PackhorseError, match="is no amount of memory"):
@@ -283,8 +284,9 @@ def test_more_microbatches_where_memory_is_short() -> None:
     batch = make_batch(2048)
     free = make_trainer(model, batch, microbatches=None)
     assert free.plan.microbatches == 1
-    tight = make_trainer(model, batch, microbatches=None, memory=free.plan.peak_bytes - (60 << 20))
-    assert tight.plan.microbatches > 1 and tight.plan.peak_bytes <= free.plan.peak_bytes - (60 << 20)
+    budget = free.plan.estimate.peak["host"] - (60 << 20)
+    tight = make_trainer(model, batch, microbatches=None, memory=budget)
+    assert tight.plan.microbatches > 1 and tight.plan.estimate.peak["host"] <= budget
 
 
 def test_memory_tells_live_bytes(tmp_path: Path) -> None:
@@ -469,11 +471,14 @@ def slowly(handler: Any, pause: float) -> Any:
 
 
 def timed(trainer: ph.Trainer) -> float:
-    batch = make_batch()
+    """Seconds of a step: the best of three, since others may use the machine too."""
+    batch, seconds = make_batch(), []
     trainer.step(batch)
-    started = time.perf_counter()
-    trainer.step(batch)
-    return time.perf_counter() - started
+    for _ in range(3):
+        started = time.perf_counter()
+        trainer.step(batch)
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
 
 
 # -- memory

@@ -10,6 +10,7 @@ from packhorse.errors import (
     OptimizerError,
     PackhorseError,
     PartitionError,
+    PlanError,
     ScheduleError,
     StoreError,
 )
@@ -17,7 +18,8 @@ from packhorse.graph import Graph, capture
 from packhorse.machine import Machine
 from packhorse.memory import Memory
 from packhorse.partition import Partition, Segment, partition
-from packhorse.plan import Plan, make_plan
+from packhorse.plan import Plan
+from packhorse.search import make_plan
 from packhorse.store import DiskStore, RamStore
 from packhorse.trainer import Trainer
 from packhorse.verify import Verification, verify
@@ -38,6 +40,7 @@ __all__ = [
     "Partition",
     "PartitionError",
     "Plan",
+    "PlanError",
     "RamStore",
     "ScheduleError",
     "Segment",

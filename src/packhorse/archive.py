@@ -3,6 +3,7 @@
 In: the directory of a store. Out: a description, a list of what is damaged, a checkpoint, bytes freed.
 """
 
+import contextlib
 import ctypes
 import shutil
 import time
@@ -64,15 +65,15 @@ def describe_store(directory: str | Path) -> dict[str, Any]:
         "blocks": len(header["blocks"]),
         "versions": header["versions"],
         "bytes": kinds,
-        "bytes_on_disk": sum(f.stat().st_blocks * 512 for f in path.rglob("*") if f.is_file()),
+        "bytes_on_disk": _used_bytes(path),
         "committed": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime((path / "manifest.json").stat().st_mtime)),
         "closed": not manifest["open"],
         "in_use_by": holder,
     }
 
 
-def check_store(directory: str | Path) -> tuple[int, list[str]]:
-    """Reads everything that is committed: how many bytes that was, and what is wrong with them."""
+def check_store(directory: str | Path) -> tuple[int, list[str], bool]:
+    """Reads everything that is committed: how many bytes that was, what is wrong with them, and whether checksums tell."""
     with _opened(directory) as store:
         problems: list[str] = []
         count = 0
@@ -92,7 +93,7 @@ def check_store(directory: str | Path) -> tuple[int, list[str]]:
             count += sum(tensor.nbytes for tensor in store.read_small().values())
         except StoreError as error:
             problems.append(str(error))
-        return count, problems
+        return count, problems, store.files.checked
 
 
 def export_store(directory: str | Path, target: str | Path) -> list[Path]:
@@ -115,11 +116,8 @@ def reclaim(directory: str | Path) -> int:
     """Gives back what the last commit does not need: remains of steps and attempts, and the other version of every block."""
     path = Path(directory)
 
-    def used() -> int:
-        return sum(f.stat().st_blocks * 512 for f in path.rglob("*") if f.is_file())
-
     with _opened(directory) as store:
-        before = used()
+        before = _used_bytes(path)
         for leftover in [*path.glob("*.new"), path / "stash.bin", store.files.path / f"{GRADIENT}.bin"]:
             leftover.unlink(missing_ok=True)
         for other in path.glob("blocks-*"):
@@ -131,7 +129,16 @@ def reclaim(directory: str | Path) -> int:
                     spare = store.files.slot(block, kind, write=True)
                     offset = store.files.offset(block, kind, spare)
                     _punch_hole(store.files.files[kind].descriptor, offset, block.nbytes(kind))
-        return before - used()
+        return before - _used_bytes(path)
+
+
+def _used_bytes(path: Path) -> int:
+    """Disk space of all files; one that goes away while they are counted, as in a run, counts nothing."""
+    total = 0
+    for file in path.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            total += file.stat().st_blocks * 512 if file.is_file() else 0
+    return total
 
 
 def _punch_hole(descriptor: int, offset: int, nbytes: int) -> None:

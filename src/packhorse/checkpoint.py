@@ -6,7 +6,7 @@ memory; a file appears under its name only when it is complete, the index last.
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,9 +51,8 @@ def write_checkpoint(
             raise StoreError(
                 f"{path} already holds {others[0]}, which would be read as part of the model; save to an empty directory"
             )
-        for name, shard in zip(names, shards, strict=True):
-            _write_shard(path / name, shard, read_pieces)
         written = [path / name for name in names]
+        _write_shards(dict(zip(written, shards, strict=True)), read_pieces)
         if len(shards) > 1:
             index = {
                 "metadata": {"total_size": sum(entry.nbytes for entry in entries)},
@@ -79,6 +78,21 @@ def _cut_into_shards(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
     yield shard
 
 
+def _write_shards(shards: Mapping[Path, Sequence[Entry]], read_pieces: Callable[[str], Iterable[Tensor]]) -> None:
+    """All of them beside the old ones first. While they take their places there is no index, so no mixture can be read."""
+    temporary = {path: path.with_name(f"{path.name}.new") for path in shards}
+    try:
+        for path, entries in shards.items():
+            _write_shard(temporary[path], entries, read_pieces)
+        if len(shards) > 1:
+            next(iter(shards)).with_name("model.safetensors.index.json").unlink(missing_ok=True)
+        for path in shards:
+            os.replace(temporary[path], path)
+    finally:
+        for left in temporary.values():
+            left.unlink(missing_ok=True)
+
+
 def _write_shard(path: Path, entries: Sequence[Entry], read_pieces: Callable[[str], Iterable[Tensor]]) -> None:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -88,15 +102,10 @@ def _write_shard(path: Path, entries: Sequence[Entry], read_pieces: Callable[[st
         end = offsets[1]
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    temporary = path.with_name(f"{path.name}.new")
-    try:
-        with open(temporary, "wb", buffering=0) as file:
-            _write_all(file.fileno(), len(text).to_bytes(8, "little") + text)
-            for entry in entries:
-                _write_tensor(file.fileno(), entry, read_pieces(entry.name))
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with open(path, "wb", buffering=0) as file:
+        _write_all(file.fileno(), len(text).to_bytes(8, "little") + text)
+        for entry in entries:
+            _write_tensor(file.fileno(), entry, read_pieces(entry.name))
 
 
 def _write_tensor(descriptor: int, entry: Entry, pieces: Iterable[Tensor]) -> None:

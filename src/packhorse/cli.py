@@ -1,8 +1,6 @@
 """The command line: the same verbs over the same values as the library."""
 
 import json
-import resource
-import statistics
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,11 +15,13 @@ from packhorse.archive import check_store, describe_store, export_store, reclaim
 from packhorse.data import open_data
 from packhorse.errors import BudgetError, PackhorseError
 from packhorse.graph import capture
-from packhorse.machine import find_machine
+from packhorse.machine import Machine, find_machine
+from packhorse.memory import peak_resident_bytes
 from packhorse.models import load_task
 from packhorse.partition import partition
-from packhorse.plan import Plan, make_plan
+from packhorse.plan import Plan
 from packhorse.report import (
+    SweepRow,
     cuts_table,
     describe_cuts,
     describe_partition,
@@ -33,6 +33,7 @@ from packhorse.report import (
     sweep_table,
     verification_table,
 )
+from packhorse.search import make_plan
 from packhorse.trainer import Trainer
 from packhorse.units import format_bytes, parse_bytes
 from packhorse.verify import verify as verify_model
@@ -104,6 +105,9 @@ Memory = Annotated[
     str | None, typer.Option(help="Budget, such as 2GiB: of the whole process where there is no accelerator.")
 ]
 Store = Annotated[Path | None, typer.Option(help="Directory of the store on disk. Default: RAM.")]
+PlanFile = Annotated[
+    Path | None, typer.Option("--plan", help="A plan's JSON; what it pins is respected, the rest is planned anew.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
@@ -128,6 +132,7 @@ def train(
     durability: Annotated[str, typer.Option(help="What a commit survives: none, process or power.")] = "process",
     weights: Annotated[Path | None, typer.Option(help="First weights: a safetensors file or directory.")] = None,
     seed: Annotated[int, typer.Option(help="Of the model's first values, the data and dropout.")] = 0,
+    plan: PlanFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Train a model in the memory there is. A model larger than that needs --store."""
@@ -150,6 +155,7 @@ def train(
         weights=weights,
         data=batches,
         seed=seed,
+        plan=plan,
     )
     console = Console(quiet=as_json)
     console.print(Text(str(trainer.plan)))
@@ -163,25 +169,25 @@ def train(
         TextColumn("{task.description}"),
         TimeRemainingColumn(),
     )
-    times: list[float] = []
     with trainer, Progress(*columns, console=console, disable=as_json) as progress:
         bar = progress.add_task("", total=steps, completed=trainer.steps)
+        is_compared = False
         for batch in batches:
             if trainer.steps >= steps:
                 break
             started = time.perf_counter()
             loss = trainer.step(batch)
             seconds = time.perf_counter() - started
-            times.append(seconds)
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            peak = peak_resident_bytes()
             if as_json:
                 typer.echo(json.dumps({"step": trainer.steps, "loss": loss, "seconds": seconds, "peak_bytes": peak}))
             text = f"loss {loss:.4f}  {seconds:.2f} s/step  peak {format_bytes(peak)}"
             progress.update(bar, completed=trainer.steps, description=text)
             if not console.is_terminal or trainer.steps in (1, steps) or trainer.steps % max(steps // 10, 1) == 0:
                 progress.console.print(f"step {trainer.steps}: {text}")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    console.print(trainer.plan.compare(statistics.median(times), peak))
+            if not is_compared:
+                progress.console.print(f"planned and measured: {trainer.compare()}")
+                is_compared = True
 
 
 @app.command()
@@ -192,38 +198,53 @@ def plan(
     machine: Annotated[
         str, typer.Option(help="'here', a machine that comes with packhorse (such as v100-16gb), or a TOML file.")
     ] = "here",
-    on_disk: Annotated[bool, typer.Option("--disk", help="The model lives on disk instead of host memory.")] = False,
-    precision: PrecisionName = "fp32",
+    on_disk: Annotated[
+        bool | None,
+        typer.Option("--disk/--ram", help="Where the model lives. Default: in RAM if it fits, else on disk."),
+    ] = None,
+    precision: Annotated[str, typer.Option(help="fp32, bf16, fp16, or auto: the faster of fp32 and bf16.")] = "fp32",
     microbatches: Microbatches = None,
     strategy: Annotated[str, typer.Option(help="auto, resident or relay.")] = "auto",
     optimizer: Optimizer = "adamw",
     layers: Annotated[int | None, typer.Option(min=1, help="Of a built-in transformer.")] = None,
+    pin: PlanFile = None,
     sweep: Annotated[str | None, typer.Option(help="depth, batch or memory: a table of plans.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Where the sweep's picture goes, as SVG.")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure this machine anew.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Say beforehand whether and how a model fits, how long a step takes, and why. Nothing is trained."""
-    where = find_machine(machine)
+    where = Machine.probe(fresh=True) if measure and machine == "here" else find_machine(machine)
     options: dict[str, Any] = {
         "memory": memory,
         "strategy": strategy,
         "microbatches": microbatches,
         "on_disk": on_disk,
         "optimizer": OPTIMIZERS[_known_optimizer(optimizer)],
+        "plan": pin,
     }
 
     def make(rows: int, layers: int | None, **changes: Any) -> Plan:
         task = load_task(model, rows=rows, layers=layers)
-        graph = capture(task.model, task.example, task.loss, precision=precision)  # type: ignore[arg-type]  # it checks
-        return make_plan(graph, where, **{**options, **changes})
+        plans: list[Plan] = []
+        refusal: BudgetError | None = None
+        for name in ("fp32", "bf16") if precision == "auto" else (precision,):
+            graph = capture(task.model, task.example, task.loss, precision=name)  # type: ignore[arg-type]  # it checks
+            try:
+                plans.append(make_plan(graph, where, **{**options, **changes}))
+            except BudgetError as error:
+                refusal = error
+        if not plans:
+            assert refusal is not None
+            raise refusal
+        return min(plans, key=lambda p: p.estimate.seconds)
 
     if sweep is None:
         found = make(batch, layers)
         typer.echo(found.to_json() if as_json else str(found))
         return
-    points = sweep_points(sweep, batch, memory, where)
-    rows = []
-    for point in points:
+    rows: list[SweepRow] = []
+    for point in sweep_points(sweep, memory, where):
         changed = {"depth": {"layers": point}, "batch": {"rows": point}, "memory": {"memory": point}}[sweep]
         try:
             rows.append((point, make(**{"rows": batch, "layers": layers, **changed}), ""))  # type: ignore[arg-type]
@@ -236,9 +257,10 @@ def plan(
         ]
         typer.echo(json.dumps(described, indent=2))
     else:
-        Console().print(sweep_table(sweep, model, where.name, rows))
+        Console().print(sweep_table(sweep, model, where, rows))
     if picture is not None:
-        picture.write_text(sweep_chart(sweep, model, where.name, rows))
+        picture.write_text(sweep_chart(sweep, model, where, rows))
+        typer.echo(f"picture: {picture}", err=as_json)
 
 
 def _known_optimizer(name: str) -> str:
@@ -268,17 +290,17 @@ def list_store(directory: Directory, as_json: AsJson = False) -> None:
 
 @stores.command("check")
 def check(directory: Directory, as_json: AsJson = False) -> None:
-    """Read all that is committed and verify every checksum. Exit code 1 if anything is damaged."""
-    count, problems = check_store(directory)
+    """Read all that is committed and verify every checksum. Exit code 1 if anything is damaged, 2 if it cannot be opened."""
+    count, problems, compared = check_store(directory)
     if as_json:
-        typer.echo(json.dumps({"bytes": count, "problems": problems}, indent=2))
+        typer.echo(json.dumps({"bytes": count, "problems": problems, "compared": compared}, indent=2))
     else:
         for problem in problems:
             typer.echo(problem)
         typer.echo(
             f"{format_bytes(count)} read, {len(problems)} damaged parts"
             if problems
-            else f"{format_bytes(count)} read: whole"
+            else f"{format_bytes(count)} read: {'whole' if compared else 'not compared, it has no checksums'}"
         )
     raise typer.Exit(1 if problems else 0)
 

@@ -63,6 +63,8 @@ class Device(Protocol):
 
     def memory_allocated(self) -> int: ...
 
+    def memory_peak(self) -> int: ...
+
 
 class Arrival:
     """Something in host memory, or soon there, that is brought to the device as soon as it can be."""
@@ -125,6 +127,9 @@ class CpuDevice:
         pass
 
     def memory_allocated(self) -> int:
+        return 0
+
+    def memory_peak(self) -> int:
         return 0
 
 
@@ -200,6 +205,9 @@ class Accelerator:
 
     def memory_allocated(self) -> int:
         return int(torch.accelerator.memory_allocated())
+
+    def memory_peak(self) -> int:
+        return int(torch.accelerator.max_memory_allocated())
 
 
 def find_device(device: str | torch.device | None, pool: Pool) -> Device:

@@ -37,6 +37,10 @@ class BudgetError(PackhorseError):
     """The run does not fit the memory it is given."""
 
 
+class PlanError(PackhorseError):
+    """A plan's file cannot be read, or is of another model."""
+
+
 class MachineError(PackhorseError):
     """A machine is described wrongly, or cannot be measured."""
 

@@ -1,120 +1,25 @@
 """The estimate: walks the very list that will run, on a machine, without running it.
 
-In: a `Case` (partition, layout, precision, where the model lives), a plan's choices, a list of actions, a `Machine`. Out:
-`Estimate`: seconds a step, bytes of each tier by kind at the peak, bytes over each link, and what a step waits for most.
-Lanes are clocks: each knows when it is free; an action starts jobs on lanes and waits for others, as the executor does.
+In: a `Case`, a list of actions, a `Machine`. Out: `Estimate`: seconds a step, bytes of each tier by kind at the peak, bytes
+over each link, and what a step waits for most. Lanes are clocks: each knows when it is free; an action starts jobs on lanes
+and waits for others, as the executor does.
 """
 
 import heapq
-from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
-from packhorse.layout import Layout
+from packhorse.case import Case, count_uses, master_bytes
 from packhorse.machine import Machine
 from packhorse.memory import IDLE, LEEWAY, Tier
-from packhorse.partition import Footprint, Partition, Segment, find_footprint
-from packhorse.precision import Cast, Precision
-from packhorse.price import price_node, price_update
+from packhorse.price import price_update
 from packhorse.schedule import Action
 from packhorse.store import GRADIENT, MASTER, Block
 from packhorse.store.blocks import UNIT
 from packhorse.update import AHEAD
 
-
-@dataclass(frozen=True)
-class Case:
-    """What is to be trained, whatever the plan."""
-
-    partition: Partition
-    layout: Layout
-    batch_rows: int
-    precision: Precision
-    update: str
-    on_disk: bool
-    base_bytes: int  # of the process before training
-    versions: int = 1  # of each block on disk
-    casts: tuple[Cast, ...] = ()
-
-    @cached_property
-    def weights(self) -> dict[int, int]:
-        """Bytes a segment's FETCH brings, in working precision."""
-        return {s.index: self.fetch_bytes(s) for s in self.partition.segments}
-
-    @cached_property
-    def copies(self) -> dict[int, int]:
-        """Of those, what takes host memory beside the store's own: all from disk, from RAM what is cast."""
-        return {
-            s.index: sum(b.working_nbytes for b in self.blocks_of(s.index) if self.on_disk or b.is_cast)
-            for s in self.partition.segments
-        }
-
-    def fetch_bytes(self, segment: Segment) -> int:
-        return sum(block.working_nbytes for block in self.layout.blocks_of(segment))
-
-    def blocks_of(self, s: int) -> list[Block]:
-        return self._blocks[s]
-
-    @cached_property
-    def _blocks(self) -> list[list[Block]]:
-        return [self.layout.blocks_of(s) for s in self.partition.segments]
-
-    @cached_property
-    def homes(self) -> dict[int, list[Block]]:
-        """Segment -> the blocks that are updated after its backward."""
-        homes: dict[int, list[Block]] = defaultdict(list)
-        for block in self.layout.blocks:
-            home = self.layout.home(block)
-            if home is not None:
-                homes[home].append(block)
-        return homes
-
-    @cached_property
-    def backward(self) -> frozenset[int]:
-        return frozenset(s.index for s in self.partition.segments if s.is_differentiable)
-
-    @cached_property
-    def parks(self) -> frozenset[int]:
-        """Segments that use an updated block which an earlier one uses too."""
-        layout = self.layout
-        return frozenset(s for b in layout.blocks if layout.home(b) is not None for s in layout.users[b.name][1:])
-
-    @cached_property
-    def _footprints(self) -> dict[tuple[int, int], Footprint]:
-        return {}
-
-    def footprint(self, s: int, rows: int) -> Footprint:
-        """Twins are worked out once."""
-        segment = self.partition.segments[s]
-        key = (id(segment.code), rows)
-        if key not in self._footprints:
-            self._footprints[key] = find_footprint(segment, rows)
-        return self._footprints[key]
-
-    @cached_property
-    def _prices(self) -> dict[tuple[int, str], tuple[float, float]]:
-        return {}
-
-    def seconds(self, s: int, rows: int, machine: Machine) -> tuple[float, float]:
-        """Forward and backward of a segment."""
-        segment = self.partition.segments[s]
-        key = (id(segment.code), machine.name)
-        if key not in self._prices:
-            prices = [price_node(segment.graph, node, machine) for node in segment.nodes]
-            self._prices[key] = (sum(p.forward for p in prices), sum(p.backward for p in prices))
-        forward, backward = self._prices[key]
-        share = rows / segment.graph.batch.rows
-        return forward * share, backward * share
-
-    def gradient_bytes(self, s: int) -> int:
-        """What the sums of a segment's gradients take."""
-        blocks = [b for b in self.blocks_of(s) if self.layout.home(b) is not None]
-        return sum(b.numel * b.kinds[MASTER].itemsize for b in blocks)
-
-    def boundary_bytes(self, s: int, rows: int) -> int:
-        segment = self.partition.segments[s]
-        return segment.output_nbytes * rows // segment.graph.batch.rows
+MOST_MICROBATCHES = 8  # that are walked one by one; of more, each stands for several
 
 
 @dataclass(frozen=True)
@@ -129,30 +34,56 @@ class Estimate:
     bottleneck: str = ""
 
 
-def estimate(
-    case: Case,
-    actions: Sequence[Action],
-    machine: Machine,
-    *,
-    rows: int,
-    resident: bool,
-    kept: frozenset[int],
-    stash_bytes: int,
-) -> Estimate:
-    return _Walk(case, machine, rows, resident, kept, stash_bytes).run(actions)
+@dataclass(frozen=True)
+class Choices:
+    """What of a plan the walk has to know beside its list."""
+
+    rows: int  # of a microbatch
+    times: float  # microbatches that each one of the list stands for
+    resident: bool
+    kept: frozenset[int]
+    stash_bytes: int
+    updates_ahead: int = 1
+
+
+def estimate(case: Case, actions: Sequence[Action], machine: Machine, choices: Choices) -> Estimate:
+    return _Walk(case, machine, choices).run(actions)
+
+
+def estimate_plain(case: Case, machine: Machine, microbatches: int = 1, *, checkpointed: bool = False) -> Estimate:
+    """The ordinary loop in which all is on the device: parameters, gradients, optimizer states and every graph.
+
+    `checkpointed`: of each segment only the input is kept, and it runs again before its backward.
+    """
+    rows = -(-case.batch_rows // microbatches)
+    tier: Tier = "host" if machine.device == "cpu" else "device"
+    segments = range(len(case.partition.segments))
+    footprints = [case.footprint(s, rows) for s in segments]
+    prices = [case.price(s, rows, machine) for s in segments]
+    states = sum(b.all_nbytes - (b.nbytes(GRADIENT) if GRADIENT in b.kinds else 0) for b in case.layout.blocks)
+    gradients = sum(master_bytes(b) for b in case.layout.blocks if case.layout.home(b) is not None)
+    boundaries = sum(case.bytes_of(name, rows) for stashed, _, _ in case.crossing for name in stashed)
+    graphs = boundaries if checkpointed else sum(f.graph for f in footprints)
+    working = max(f.backward if checkpointed else f.backward - f.graph for f in footprints)
+    kinds = {"states": states, "gradients": gradients, "graphs": graphs, "activations": working}
+    kinds["weights"] = sum(b.working_nbytes for b in case.layout.blocks if b.is_cast)  # as autocast keeps them
+    if tier == "host":
+        kinds["base"] = case.base_bytes
+    forward, backward = sum(p.forward for p in prices), sum(p.backward for p in prices)
+    compute = microbatches * (forward * (2 if checkpointed else 1) + backward)
+    update = sum(price_update(b, machine, on_device=True) for blocks in case.homes.values() for b in blocks)
+    busy = {"compute": compute, "update": update}
+    return Estimate(compute + update, {tier: sum(kinds.values())}, {tier: kinds}, {}, busy, "compute")
 
 
 @dataclass
 class _Walk:
     case: Case
     machine: Machine
-    rows: int
-    resident: bool
-    kept: frozenset[int]
-    stash_limit: int
+    choices: Choices
     now: float = 0.0  # of the thread that computes
-    free: Counter[str] = field(default_factory=Counter)  # lane -> when it is free
-    busy: Counter[str] = field(default_factory=Counter)
+    free: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # lane -> when it is free
+    busy: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     moved: Counter[str] = field(default_factory=Counter)
     live: Counter[tuple[Tier, str]] = field(default_factory=Counter)
     totals: Counter[Tier] = field(default_factory=Counter)
@@ -160,55 +91,84 @@ class _Walk:
     at_peak: dict[Tier, dict[str, int]] = field(default_factory=dict)
     releases: list[tuple[float, Tier, str, int]] = field(default_factory=list)
     ready: dict[int, float] = field(default_factory=dict)  # segment -> when its parameters are there
-    restored: dict[tuple[str, int, int], float] = field(default_factory=dict)
+    arrivals: dict[tuple[str, int, int], float] = field(default_factory=dict)  # what was restored, and when it is there
+    used: dict[tuple[int, int], list[tuple[Tier, str, int]]] = field(default_factory=dict)  # goes when compute is done
+    stash: dict[tuple[str, str, int], tuple[int, bool]] = field(default_factory=dict)  # bytes, and whether on disk
+    in_memory: int = 0  # of the stash
     pending: dict[str, float] = field(default_factory=dict)  # block -> when its update is written
-    in_flight: deque[float] = field(default_factory=deque)
+    urgent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # when a lane is free for those
+    jobs: list[tuple[int, int, str, Block, int, float]] = field(default_factory=list)  # updates that wait, a heap
+    under_way: list[float] = field(default_factory=list)  # when updates are written
+    updater_free: float = 0.0
+    debt: float = 0.0  # seconds that updates took from the cores that compute
     sums: dict[int, int] = field(default_factory=dict)
-    stash_in_memory: int = 0
     parked: dict[str, int] = field(default_factory=dict)
+    remaining: dict[tuple[str, int], int] = field(default_factory=dict)  # uses of a value that are to come
 
     def __post_init__(self) -> None:
         self.on_cpu = self.machine.device == "cpu"
         self.device: Tier = "host" if self.on_cpu else "device"
+        self.is_away = self.case.on_disk or self.case.is_slowed  # the model, behind a link
 
     def run(self, actions: Sequence[Action]) -> Estimate:
+        self._begin()
+        forwards = Counter(s for kind, s, k in actions if kind in ("F", "R") and k == 0)
+        self.uses = count_uses(forwards, self.case.crossing)  # type: ignore[arg-type]  # each has a segment
+        handlers = {kind: getattr(self, f"_{kind.lower()}") for kind in {action.kind for action in actions}}
+        before = self._snapshot()
+        for _ in range(2 if self.is_away else 1):  # what one step leaves to write, the next one waits for
+            before = self._snapshot()
+            for kind, s, k in actions:
+                self._advance()
+                handlers[kind](s, k)
+                self._release()
+            if not self.is_away:
+                self._end_updates()
+        return self._finish(*before)
+
+    def _snapshot(self) -> tuple[float, dict[str, int], dict[str, float]]:
+        return self.now, dict(self.moved), dict(self.busy)
+
+    def _begin(self) -> None:
         case = self.case
         self._add("host", "base", case.base_bytes)
-        self._add("host", "slack", LEEWAY if self.on_cpu else 0)
+        if self.on_cpu:
+            self._add("host", "runtime", RUNTIME)
+            self._add("host", "kept by malloc", LEEWAY)
         if case.on_disk:
-            stored = sum(
-                b.nbytes(k) * (1 if k == GRADIENT else case.versions) for b in case.layout.blocks for k in b.kinds
-            )
-            self._add("disk", "store", stored)
-            largest = max((b.numel for b in case.layout.blocks if case.layout.home(b) is not None), default=0)
-            kinds = max((len(b.kinds) for b in case.layout.blocks), default=0)
-            self._add("host", "update", 4 * kinds * min(UNIT, largest) * 3 * AHEAD)
+            self._add("disk", "store", case.disk_bytes)
+            updated = [b for blocks in case.homes.values() for b in blocks]
+            pieces = [4 * len(b.kinds) * (b.numel if b.whole else min(UNIT, b.numel)) for b in updated]
+            self._add("host", "update", 3 * AHEAD * max(pieces, default=0))
+            self._note("host", case.model_bytes)
             self._add("host", "idle buffers", min(IDLE, 2 * max(case.copies.values(), default=0)))
         else:
-            self._add("host", "store", sum(block.all_nbytes for block in case.layout.blocks))
-        for action in actions:
-            getattr(self, f"_{action.kind.lower()}")(action.segment, action.microbatch)
-            self._release()
-        self.now = max([self.now, *self.pending.values()])
-        return self._finish()
+            masters = sum(master_bytes(b) for b in case.layout.blocks)
+            self._add("host", "store", masters)
+            self._note("host", case.model_bytes)  # before it is given back
+            self._add("host", "store", case.state_bytes - masters)
 
-    def _finish(self) -> Estimate:
-        waiting = max(self.busy, key=lambda lane: self.busy[lane]) if self.busy else "compute"
-        return Estimate(self.now, dict(self.peak), dict(self.at_peak), dict(self.moved), dict(self.busy), waiting)
+    def _finish(self, started: float, moved: Mapping[str, int], busy: Mapping[str, float]) -> Estimate:
+        """Of the last step."""
+        moved = {link: n - moved.get(link, 0) for link, n in self.moved.items()}
+        busy = {lane: seconds - busy.get(lane, 0.0) for lane, seconds in self.busy.items()}
+        waiting = max(busy, key=lambda lane: busy[lane], default="compute")
+        return Estimate(self.now - started, dict(self.peak), dict(self.at_peak), moved, busy, waiting)
 
     # -- memory
 
     def _add(self, tier: Tier, kind: str, nbytes: int) -> None:
         self.live[tier, kind] += nbytes
         self.totals[tier] += nbytes
-        self._note(tier)
+        if nbytes > 0:
+            self._note(tier)
 
     def _note(self, tier: Tier, working: int = 0) -> None:
         """Takes note of a peak, with so many bytes in use for a moment."""
         if self.totals[tier] + working > self.peak.get(tier, 0):
             self.peak[tier] = self.totals[tier] + working
             found = {kind: n for (where, kind), n in self.live.items() if where == tier and n}
-            self.at_peak[tier] = found | ({"activations": found.get("activations", 0) + working} if working else {})
+            self.at_peak[tier] = found | ({"activations": working} if working else {})
 
     def _later(self, moment: float, tier: Tier, kind: str, nbytes: int) -> None:
         heapq.heappush(self.releases, (moment, tier, kind, nbytes))
@@ -220,21 +180,24 @@ class _Walk:
 
     # -- time
 
-    def _work(self, lane: str, start: float, seconds: float) -> float:
-        """A job on a lane: when it is done."""
-        begins = max(start, self.free[lane])
-        self.free[lane] = begins + seconds
+    def _work(self, lane: str, start: float, seconds: float, *, urgent: bool = False) -> float:
+        """A job on a lane: when it is done. The urgent pass those that wait."""
         self.busy[lane] += seconds
+        if urgent:
+            self.urgent[lane] = max(start, self.urgent[lane]) + seconds
+            self.free[lane] = max(self.free[lane] + seconds, self.urgent[lane])
+            return self.urgent[lane]
+        self.free[lane] = max(start, self.free[lane]) + seconds
         return self.free[lane]
 
-    def _move(self, link: str, start: float, nbytes: int) -> float:
+    def _move(self, link: str, start: float, nbytes: int, *, urgent: bool = False) -> float:
         """Bytes over a link. Reads and writes share the disk."""
         if not nbytes:
             return start
         self.moved[link] += nbytes
         lane = {"read": "disk", "write": "disk", "up": "host to device", "down": "device to host"}[link]
         rate = self.machine.bandwidth["link" if link in ("up", "down") else link]
-        return self._work(lane, start, nbytes / rate)
+        return self._work(lane, start, nbytes / rate, urgent=urgent)
 
     def _bring(self, start: float, nbytes: int) -> float:
         return start if self.on_cpu else self._move("up", start, nbytes)
@@ -242,14 +205,25 @@ class _Walk:
     def _take_home(self, start: float, nbytes: int) -> float:
         return start if self.on_cpu else self._move("down", start, nbytes)
 
-    # -- actions
+    def _compute(self, s: int, k: int, seconds: float) -> None:
+        arrived = max(self.arrivals.pop((kind, s, k), 0.0) for kind in ("value", "gradient"))
+        start = max(self.now, self.ready[s], arrived)
+        self.now = self._work("compute", start + self.debt, seconds * self.choices.times)
+        self.debt = 0.0
+
+    # -- parameters
 
     def _fetch(self, s: int, _: None) -> None:
         ready = self.now
-        for block in self.case.blocks_of(s):
+        for block in self.case.blocks[s]:
+            self._end_update_of(block)
             start = max(self.now, self.pending.get(block.name, 0.0))
-            if self.case.on_disk:
-                start = self._move("read", start, block.nbytes(MASTER))
+            if self.is_away:
+                start = self._move("read", start, block.nbytes(MASTER), urgent=True)
+            elif block.is_cast:  # by the thread that asks
+                seconds = (block.nbytes(MASTER) + block.working_nbytes) / self.machine.bandwidth["host"]
+                start = self._work("compute" if self.on_cpu else "cast", start, seconds)
+                self.now = start if self.on_cpu else self.now
             ready = max(ready, self._bring(start, block.working_nbytes))
         self.ready[s] = ready
         self._add("host", "weights", self.case.copies[s])
@@ -261,109 +235,197 @@ class _Walk:
         if not self.on_cpu:
             self._add("device", "weights", -self.case.weights[s])
 
-    def _compute(self, s: int, k: int, seconds: float) -> None:
-        waits = [self.ready[s], *(self.restored.pop((kind, s, k), 0.0) for kind in ("value", "gradient"))]
-        self.now = self._work("compute", max(self.now, *waits), seconds)
+    # -- compute
 
     def _f(self, s: int, k: int) -> None:
-        footprint, (forward, _) = self.case.footprint(s, self.rows), self.case.seconds(s, self.rows, self.machine)
-        self._compute(s, k, forward)
+        footprint = self.case.footprint(s, self.choices.rows)
+        self._compute(s, k, self.case.price(s, self.choices.rows, self.machine).forward)
         if self._keeps(s):
             self._note(self.device, footprint.building)
-            self._add(self.device, "graphs", footprint.graph)
+            self._add(self.device, "graphs", self._graph_bytes(s))
         else:
             self._note(self.device, footprint.forward)
+            self._let_go(s, k)
 
     def _keeps(self, s: int) -> bool:
         last = len(self.case.partition.segments) - 1
-        return s in self.case.backward and (self.resident or s in self.kept or s == last)
+        return s in self.case.layout.differentiable and (self.choices.resident or s in self.choices.kept or s == last)
+
+    def _graph_bytes(self, s: int) -> int:
+        """Of the graphs alive at a time that a microbatch of the list stands for: where kept, those of all."""
+        times = self.choices.times if s in self.choices.kept else 1.0
+        return int(self.case.footprint(s, self.choices.rows).graph * times)
 
     def _r(self, s: int, k: int) -> None:
-        footprint, (forward, _) = self.case.footprint(s, self.rows), self.case.seconds(s, self.rows, self.machine)
-        self._compute(s, k, forward)
-        self._note(self.device, footprint.building)
-        self._add(self.device, "graphs", footprint.graph)
+        self._compute(s, k, self.case.price(s, self.choices.rows, self.machine).forward)
+        self._note(self.device, self.case.footprint(s, self.choices.rows).building)
+        self._add(self.device, "graphs", self._graph_bytes(s))
 
     def _b(self, s: int, k: int) -> None:
-        footprint, (_, backward) = self.case.footprint(s, self.rows), self.case.seconds(s, self.rows, self.machine)
-        self._compute(s, k, backward)
-        self._add(self.device, "graphs", -footprint.graph)
-        self._note(self.device, footprint.backward)
+        case, times = self.case, self.choices.times
+        summed = case.gradient_bytes[s]
+        adding = 3 * summed / self.machine.rate("elementwise")
+        adds = times if s in self.sums else times - 1  # the first gradient becomes the sum
+        self._compute(s, k, case.price(s, self.choices.rows, self.machine).backward + adding * adds / times)
+        footprint = case.footprint(s, self.choices.rows)
+        self._add(self.device, "graphs", -self._graph_bytes(s))
+        if s not in self.sums and times > 1:
+            self._note(self.device, footprint.backward + summed)
+        else:
+            self._note(self.device, footprint.backward)
         if s not in self.sums:
-            self.sums[s] = self.case.gradient_bytes(s)
-            self._add(self.device, "gradients", self.sums[s])
+            self.sums[s] = summed
+            self._add(self.device, "gradients", summed)
+        self._let_go(s, k)
+
+    def _let_go(self, s: int, k: int) -> None:
+        """What a segment read, once it is not needed again."""
+        for tier, kind, nbytes in self.used.pop((s, k), ()):
+            self._add(tier, kind, -nbytes)
+
+    # -- the stash
 
     def _stash(self, s: int, k: int) -> None:
-        self._put("value", s, k, self.case.boundary_bytes(s, self.rows))
+        for name in self.case.crossing[s][0]:
+            self.remaining[name, k] = self.uses[name]
+            self._put(("value", name, k), int(self.case.bytes_of(name, self.choices.rows) * self.choices.times))
 
     def _stashg(self, s: int, k: int) -> None:
-        self._put("gradient", s - 1, k, self.case.boundary_bytes(s - 1, self.rows))
+        for name in self.case.crossing[s][2]:
+            self._put(("gradient", name, k), int(self.case.bytes_of(name, self.choices.rows) * self.choices.times))
 
-    def _put(self, what: str, s: int, k: int, nbytes: int) -> None:
+    def _put(self, key: tuple[str, str, int], nbytes: int) -> None:
         moment = self._take_home(self.now, nbytes)
-        if not self.case.on_disk or self.stash_in_memory + nbytes <= self.stash_limit:
-            self.stash_in_memory += nbytes
+        on_disk = self.case.on_disk and self.in_memory + nbytes > self.choices.stash_bytes
+        self.stash[key] = (nbytes, on_disk)
+        if on_disk:
+            self._add("disk", "stash", nbytes)
+            waiting = min(nbytes, int(2 * nbytes / self.choices.times))  # it is written in pieces
+            self._add("host", "stash", waiting)
+            self._later(self._move("write", moment, nbytes), "host", "stash", waiting)
+        else:
             self._add("host", "stash", nbytes)
-            return
-        self._add("host", "stash", nbytes)  # until it is written
-        self._later(self._move("write", moment, nbytes), "host", "stash", nbytes)
-        self._add("disk", "stash", nbytes)
+            self.in_memory += nbytes
 
     def _restore(self, s: int, k: int) -> None:
-        self._get("value", s, k, self.case.boundary_bytes(s - 1, self.rows) if s else 0)
+        for name in self.case.crossing[s][1]:
+            self.remaining[name, k] -= 1
+            self._get("value", ("value", name, k), s, k, last=self.remaining[name, k] == 0)
 
     def _restoreg(self, s: int, k: int) -> None:
-        self._get("gradient", s, k, self.case.boundary_bytes(s, self.rows))
+        names = dict.fromkeys((*self.case.crossing[s][0], *self.case.crossing[s][1]))
+        for name in names:
+            if ("gradient", name, k) in self.stash:
+                self._get("gradient", ("gradient", name, k), s, k, last=True)
 
-    def _get(self, what: str, s: int, k: int, nbytes: int) -> None:
-        """What was stashed first was kept in memory; how much of it is there tells where the rest is."""
+    def _get(self, what: str, key: tuple[str, str, int], s: int, k: int, *, last: bool) -> None:
+        nbytes, on_disk = self.stash[key]
+        used = self.used.setdefault((s, k), [])
+        one = int(nbytes / self.choices.times)  # of those it stands for, one is in use at a time
         start = self.now
-        if self.live["disk", "stash"] > 0 and self.stash_in_memory < self.stash_limit:
-            start = self._move("read", start, nbytes)
-        self.restored[what, s, k] = self._bring(start, nbytes)
+        if on_disk:
+            start = self._move("read", start, nbytes, urgent=True)
+            self._add("host", "stash", one)
+            used.append(("host", "stash", one))
+        elif last:
+            self.in_memory -= nbytes
+            used.append(("host", "stash", nbytes))
+        if last:
+            del self.stash[key]
+            if on_disk:
+                self._add("disk", "stash", -nbytes)
+        if not self.on_cpu:
+            self._add("device", "stash", one)
+            used.append(("device", "stash", one))
+        arrival = self._bring(start, nbytes)
+        self.arrivals[what, s, k] = max(arrival, self.arrivals.get((what, s, k), 0.0))
+
+    # -- gradients and update
 
     def _park(self, s: int, _: None) -> None:
-        for block in self.case.blocks_of(s):
+        for block in self.case.blocks[s]:
             home = self.case.layout.home(block)
             if home is None or (home == s and self.case.update != "deferred"):
                 continue
-            nbytes = block.numel * block.kinds[MASTER].itemsize
+            nbytes = master_bytes(block)
             self.sums[s] -= nbytes
             done = self._take_home(self.now, nbytes)
+            if not self.on_cpu:
+                self._later(done, "device", "gradients", nbytes)
+                self._add("host", "gradients", nbytes)
             if GRADIENT in block.kinds:
                 done = self._move("write", done, nbytes)
-                self._later(done, self.device, "gradients", nbytes)
+                self._later(done, "host", "gradients", nbytes)
             else:
-                self.parked[block.name] = self.parked.get(block.name, 0) + nbytes
-            self._submit(block, done)
+                before = self.parked.get(block.name, 0)  # the sum of both takes one place
+                self._later(done, "host", "gradients", before)
+                self.parked[block.name] = nbytes
+            self.pending[block.name] = max(done, self.pending.get(block.name, 0.0))
+            self._make_room(done)
 
     def _norm(self, *_: None) -> None:
-        self.now = max([self.now, *self.pending.values()])
+        self._end_updates()
 
     def _update(self, s: int, _: None) -> None:
+        summed = self.sums.pop(s, 0)
         for block in self.case.homes.get(s, []):
-            own = self.sums.pop(s, 0) if block is self.case.homes[s][-1] else 0
+            own, summed = (master_bytes(block), summed - master_bytes(block)) if summed else (0, 0)
             start = self._take_home(self.now, own)
-            seconds = price_update(block, self.machine)
-            if self.on_cpu:  # it takes its time from what computes
-                self.now = self._work("compute", self.now, seconds)
-                self.busy["update"] += seconds
-                stepped = self.now
-            else:
-                stepped = self._work("update", start, seconds)
-            done = stepped
-            if self.case.on_disk:
-                done = max(done, self._move("read", start, block.all_nbytes))
-                kept = block.nbytes(GRADIENT) if GRADIENT in block.kinds else 0
-                done = max(done, self._move("write", stepped, block.all_nbytes - kept))
-            self._later(stepped, self.device, "gradients", own + self.parked.pop(block.name, 0))
-            self._submit(block, done)
+            if not self.on_cpu:
+                self._later(start, "device", "gradients", own)
+                self._add("host", "gradients", own)
+            heapq.heappush(self.jobs, (s, len(self.pending), block.name, block, own, start))
+            self._advance()
+            self._make_room()
 
-    def _submit(self, block: Block, done: float) -> None:
-        self.pending[block.name] = max(done, self.pending.get(block.name, 0.0))
-        self.in_flight.append(done)
-        while len(self.in_flight) > 1:
-            self.now = max(self.now, self.in_flight.popleft())
+    def _step(self) -> None:
+        """The update thread takes its next job, the first segment first."""
+        _, _, name, block, own, start = heapq.heappop(self.jobs)
+        start = max(start, self.updater_free)
+        seconds = price_update(block, self.machine)
+        read = self._move("read", start, block.all_nbytes) if self.is_away else start
+        if self.on_cpu:  # beside compute, from which it takes its time
+            self.debt += seconds
+            self.busy["update"] += seconds
+            stepped = max(start + 2 * seconds, read)
+        else:
+            stepped = self._work("update", read, seconds)
+        done = self.updater_free = stepped
+        if self.is_away:
+            kept = block.nbytes(GRADIENT) if GRADIENT in block.kinds else 0
+            done = self._move("write", stepped, block.all_nbytes - kept)
+        self._later(stepped, "host", "gradients", own + self.parked.pop(name, 0))
+        self.pending[name] = done
+        self.under_way.append(done)
+
+    def _advance(self) -> None:
+        """Updates that have begun by now."""
+        while self.jobs and self.updater_free <= self.now:
+            self._step()
+
+    def _end_update_of(self, block: Block) -> None:
+        while any(job[2] == block.name for job in self.jobs):
+            self._step()
+
+    def _end_updates(self) -> None:
+        while self.jobs:
+            self._step()
+        self.now = max([self.now + self.debt, *self.pending.values()])
+        self.debt = 0.0
+
+    def _make_room(self, *parked: float) -> None:
+        """Waits until no more updates than planned are waiting or under way."""
+        self.under_way = [*(moment for moment in self.under_way if moment > self.now), *parked]
+        while len(self.under_way) + len(self.jobs) > self.choices.updates_ahead:
+            if self.under_way:
+                self.now = max(self.now, min(self.under_way))
+                self.under_way.remove(min(self.under_way))
+                self._advance()
+            else:
+                self._step()
 
     def _commit(self, *_: None) -> None:
         """The end of the walk waits for what is pending."""
+
+
+RUNTIME = 24 << 20  # records of the graph, threads, what kernels keep for themselves

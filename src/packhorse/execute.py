@@ -4,12 +4,13 @@ In: a `Program` (a partition and its list), microbatches, a store, a device. Out
 store. One loop, one table from kind to handler; what is asynchronous returns a handle, and use goes through its wait.
 """
 
+import contextlib
 import math
 import time
 from array import array
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from packhorse.device import Arrival, Device
 from packhorse.errors import NumericsError
+from packhorse.fetched import Fetched
 from packhorse.gradient import Gradient
 from packhorse.graph import Ref
 from packhorse.keys import key_generator
@@ -27,9 +29,11 @@ from packhorse.optimizer import Group
 from packhorse.partition import Partition, Segment
 from packhorse.schedule import Action, show
 from packhorse.state import ModelState
-from packhorse.store import MASTER, Block, Loan, Stash, Store
-from packhorse.store.lane import Lane, gather
+from packhorse.store import Block, Stash
+from packhorse.store.lane import URGENT, Lane, gather, pass_on
 from packhorse.update import Updater
+
+COMMIT = "commit"  # beside the names of blocks
 
 
 @dataclass(frozen=True)
@@ -141,15 +145,17 @@ class Executor:
         *,
         seed: int,
         overlap: bool,
+        updates_ahead: int = 1,
     ):
         self.state, self.store, self.layout = state, state.store, state.layout
         self.device, self.updater, self.stash = device, updater, stash
         self.seed, self.overlap = seed, overlap
+        self.updates_ahead = updates_ahead if overlap else 0
         self.heap = heap
         self.worker = Lane("packhorse-update", 1)
         self.pending: dict[str, Future[Any]] = {}  # block -> its update
         self.fetched: dict[int, Fetched] = {}
-        self.in_flight: deque[Future[Any]] = deque()
+        self.in_flight: set[Future[Any]] = set()  # updates, as far as they hold on to gradients
         self.running: Segment | None = None
         self.handlers = {
             "F": self._forward,
@@ -200,15 +206,23 @@ class Executor:
 
     def drain(self) -> None:
         """Waits until all updates are done."""
-        pending, self.pending = dict(self.pending), {}
+        futures = list(self.pending.values())
+        failures = [error for error in (future.exception() for future in futures) if error is not None]
+        self.pending.clear()
         self.in_flight.clear()
-        failures = [error for error in (future.exception() for future in pending.values()) if error is not None]
         if failures:
             raise failures[0]
 
     def submit_commit(self, commit: Callable[[], None]) -> None:
         """Runs when the updates that are under way are written; the next step's wait for it."""
-        self.pending["commit"] = gather(list(self.pending.values()), commit)
+        self._await_commit()
+        self.pending[COMMIT] = gather(list(self.pending.values()), commit)
+
+    def _await_commit(self) -> None:
+        """Before anything of the next version is written: it takes the place of the version before the last."""
+        commit = self.pending.pop(COMMIT, None)
+        if commit is not None:
+            commit.result()
 
     def close(self) -> None:
         self.worker.close()
@@ -219,11 +233,14 @@ class Executor:
         for gradient in task.sums.values():
             gradient.let_go()
         task.sums.clear()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Waits for all that is under way, whatever came of it, and lets go of what it held."""
+        _wait_for_all([*self.pending.values(), *self.in_flight])
         for fetched in self.fetched.values():
             fetched.release()
         self.fetched.clear()
-        for future in self.pending.values():
-            future.exception()
         self.pending.clear()
         self.in_flight.clear()
         self.updater.forget_parked()
@@ -300,7 +317,8 @@ class Executor:
         if kept:
             task.graphs[s, k] = (leaves, outputs)
         wanted = task.remaining[k]
-        detached = {name: tensor.detach() for name, tensor in outputs.items()}
+        # Parameters and buffers go when the segment is evicted; what is a view of them must not go with them.
+        detached = {n: t.detach().clone() if n in segment.borrowed_outputs else t.detach() for n, t in outputs.items()}
         task.values[k].update({name: tensor for name, tensor in detached.items() if wanted[name]})
         task.results[k].update({name: tensor for name, tensor in detached.items() if name in task.program.results})
 
@@ -410,11 +428,14 @@ class Executor:
         gradient = task.sums.pop((block.name, s), None)
         if gradient is not None:
             gradient.bring_home()
+            if gradient.is_home and not task.deferred:  # else the update asks, when it is
+                gradient.refuse_non_finite()
         return gradient
 
     def _park(self, task: Task, action: Action) -> None:
         """Gradients wait: all of them if the update is deferred, else those of blocks that an earlier segment uses too."""
         self._check_losses(task)
+        self._await_commit()
         s = action.segment
         assert s is not None
         for name, segment in list(task.sums):
@@ -423,8 +444,9 @@ class Executor:
             if segment == s and (task.deferred or home != s):
                 gradient = self._hand_over(task, s, block)
                 assert gradient is not None
-                norms = task.norms if task.deferred and home == s else None
-                self._submit(block.name, gradient, partial(self.updater.park, gradient, norms, check=not task.deferred))
+                norms = task.norms if task.deferred else None  # of a tied one the last, of all its uses, is what counts
+                job = partial(self.updater.park, gradient, norms, check=not task.deferred)
+                self._submit(block.name, gradient, job, URGENT)
 
     def _norm(self, task: Task, action: Action) -> None:
         """The norm of all gradients, as `clip_grad_norm_` takes it: of each tensor first, in the order of the model."""
@@ -452,6 +474,7 @@ class Executor:
 
     def _update(self, task: Task, action: Action) -> None:
         self._check_losses(task)
+        self._await_commit()
         s = action.segment
         assert s is not None
         if task.overflowed:
@@ -460,31 +483,42 @@ class Executor:
             if self.layout.home(block) == s:
                 gradient = self._hand_over(task, s, block)
                 job = partial(self.updater.update, block, gradient, task.groups, task.scale)
-                self._submit(block.name, gradient, job)
+                self._submit(block.name, gradient, job, s + 1)
 
-    def _submit(self, block: str, gradient: Gradient | None, job: Callable[[], Future[Any] | None]) -> None:
-        """Work for the update thread. One block may wait while another is worked on: more would pile up gradients."""
+    def _submit(
+        self, block: str, gradient: Gradient | None, job: Callable[[], Future[Any] | None], priority: int
+    ) -> None:
+        """Work for the update thread, the first segment first: it is needed first in the next step.
 
+        As many blocks as planned may wait while another is worked on: more would pile up gradients.
+        """
         finished: Future[Any] = Future()
         owner = self.running
 
         def work() -> None:
-            if gradient is not None:
-                gradient.wait()
-            writes = job()
+            try:
+                if gradient is not None:
+                    gradient.wait()
+                writes = job()
+            except BaseException:
+                if gradient is not None:
+                    gradient.let_go()
+                raise
             if not _are_twins(owner, self.running):  # who would use again what the gradient leaves
                 self.heap.tidy(computing=True)
-            gather([] if writes is None else [writes], lambda: None).add_done_callback(partial(_pass_on, finished))
+            gather([] if writes is None else [writes], lambda: None).add_done_callback(partial(pass_on, finished))
 
         def failed(worked: "Future[Any]") -> None:
             if worked.exception() is not None:
                 finished.set_exception(worked.exception())
 
-        self.worker.submit(work).add_done_callback(failed)
+        self.worker.submit(work, priority=priority).add_done_callback(failed)
         self.pending[block] = finished
-        self.in_flight.append(finished)
-        while len(self.in_flight) > (1 if self.overlap else 0):
-            self.in_flight.popleft().result()
+        self.in_flight.add(finished)
+        while len(self.in_flight) > self.updates_ahead:
+            done, self.in_flight = wait(self.in_flight, return_when=FIRST_COMPLETED)
+            for update in done:
+                update.result()
 
     def _check_losses(self, task: Task) -> None:
         for k, results in enumerate(task.results):
@@ -499,61 +533,11 @@ class Executor:
         """What is under way is part of the step; the trainer writes it down when it is done."""
 
 
-class Fetched:
-    """The parameters and buffers of a segment, on their way to the device or there."""
-
-    def __init__(
-        self,
-        store: Store,
-        device: Device,
-        blocks: Sequence[Block],
-        segment: Segment,
-        trainable: set[str],
-        pending: Mapping[str, "Future[Any]"],
-    ):
-        self.store, self.device, self.blocks = store, device, blocks
-        self.names = {*segment.parameters, *segment.buffers}
-        self.trainable = trainable
-        self.loans: list[Loan] = []
-        self.arrivals = [self._start(block, pending.get(block.name)) for block in blocks]
-        self.tensors: dict[str, Tensor] | None = None
-
-    def _start(self, block: Block, update: "Future[Any] | None") -> Arrival:
-        """Borrows a block as soon as its update, if one is under way, is done."""
-        host: Future[Tensor] = Future()
-
-        def borrow(finished: "Future[Any] | None") -> None:
-            failure = finished.exception() if finished is not None else None
-            if failure is not None:
-                host.set_exception(failure)
-                return
-            loan = self.store.borrow(block, MASTER, urgent=True, dtype=block.working)
-            self.loans.append(loan)
-            loan.ready.add_done_callback(partial(_pass_on, host))
-
-        borrow(None) if update is None else update.add_done_callback(borrow)
-        return Arrival(self.device, host)
-
-    def wait(self) -> dict[str, Tensor]:
-        if self.tensors is None:
-            self.tensors = {}
-            for block, arrival in zip(self.blocks, self.arrivals, strict=True):
-                flat = arrival.wait()
-                for slot in block.slots:
-                    if slot.name in self.names:
-                        view = slot.view(flat).detach()
-                        self.tensors[slot.name] = view.requires_grad_(slot.name in self.trainable)
-        return self.tensors
-
-    def release(self) -> None:
-        """What is still under way must end before its buffers serve another."""
-        self.tensors = None
-        for arrival in self.arrivals:
-            flat = arrival.wait_on_host()
-            if flat is not None:
-                self.device.release(flat)
-        for loan in self.loans:
-            loan.give_back()
+def _wait_for_all(futures: "Sequence[Future[Any]]") -> None:
+    """Until all are done. Interrupts do not help: what they work on is not consistent before."""
+    while not all(future.done() for future in futures):
+        with contextlib.suppress(KeyboardInterrupt):
+            wait(futures)
 
 
 def _are_twins(a: Segment | None, b: Segment | None) -> bool:
@@ -568,11 +552,6 @@ def _find_alone(found: Mapping[str, Tensor | None], others: Sequence[Tensor]) ->
         return holders[id(tensor)] == 1 and (tensor._base is None or not holders[id(tensor._base)])
 
     return {name for name, tensor in found.items() if tensor is not None and is_alone(tensor)}
-
-
-def _pass_on(target: "Future[Any]", source: "Future[Any]") -> None:
-    error = source.exception()
-    target.set_result(source.result()) if error is None else target.set_exception(error)
 
 
 def _snapshot_name(segment: int, buffer: str) -> str:

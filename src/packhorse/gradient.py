@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from packhorse.device import Device, Transfer
+from packhorse.errors import NumericsError
 from packhorse.store import MASTER, Block, Slot
 
 SMALL = 1 << 20  # bytes below which a copy is not worth a mapping of its own
@@ -26,6 +27,7 @@ class Gradient:
     present: set[str] = field(default_factory=set)
     _taken: set[str] = field(default_factory=set)  # in memory of the device's own
     _transfers: list[Transfer] = field(default_factory=list)
+    _is_finite: bool = False
 
     def add(self, slot: Slot, gradient: Tensor, alone: bool) -> None:
         """Adds one microbatch's; `alone` if nobody else has this tensor. The first is not added to zero, so that -0.0 stays."""
@@ -73,6 +75,24 @@ class Gradient:
         for transfer in self._transfers:
             self.device.wait_on_host(transfer)
         self._transfers.clear()
+
+    @property
+    def is_home(self) -> bool:
+        return all(transfer.event is None for transfer in self._transfers)
+
+    def refuse_non_finite(self) -> None:
+        """Once it is home; asked a second time, it has been answered."""
+        if self._is_finite:
+            return
+        for name, flat in self.tensors.items():
+            # The sum is one pass without memory; it may overflow by itself, so only then every element is asked.
+            if not torch.isfinite(flat.sum()) and not torch.isfinite(flat).all():
+                raise NumericsError(
+                    f"the gradient of {name} (segment {self.segment}) is not finite; it was not used, but segments after it "
+                    "were updated (a store on disk takes that back; with update='deferred' none would have been): lower the "
+                    "learning rate, clip, or look at the batch"
+                )
+        self._is_finite = True
 
     def piece(self, slot: Slot, start: int, stop: int) -> Tensor | None:
         """Elements of a tensor, counted as its block does."""

@@ -21,13 +21,17 @@ from packhorse.store import GRADIENT, MASTER, Block, Slot, make_block
 
 @dataclass(frozen=True)
 class Layout:
-    """Blocks in order. `users` are the segments of the training graph that read a block, from first to last."""
+    """Blocks in order. `users` are the segments of the training graph that read a block, from first to last.
+
+    `differentiable` are the segments that have a backward.
+    """
 
     blocks: tuple[Block, ...]
     users: Mapping[str, tuple[int, ...]]
     states: Mapping[
         str, Mapping[str, tuple[StateKind, ...]]
     ]  # block -> tensor -> optimizer states; none if not updated
+    differentiable: frozenset[int]
 
     @cached_property
     def places(self) -> dict[str, tuple[Block, Slot]]:
@@ -43,8 +47,15 @@ class Layout:
         return list(found.values())
 
     def home(self, block: Block) -> int | None:
-        """The segment after whose backward a block is updated; None if it never is."""
-        return self.users[block.name][0] if self.states.get(block.name) and self.users[block.name] else None
+        """The segment after whose backward a block is updated, the last that reads it; None if it never is."""
+        if not self.states.get(block.name):
+            return None
+        return next((s for s in self.users[block.name] if s in self.differentiable), None)
+
+    def parks(self) -> frozenset[int]:
+        """The segments whose gradient of a block waits for that of an earlier one."""
+        homes = {block.name: self.home(block) for block in self.blocks}
+        return frozenset(s for name, home in homes.items() if home is not None for s in self.users[name] if s > home)
 
 
 def make_layout(model: nn.Module, partition: Partition, stepper: Stepper, *, on_disk: bool, deferred: bool) -> Layout:
@@ -76,7 +87,8 @@ def make_layout(model: nn.Module, partition: Partition, stepper: Stepper, *, on_
                 kept[GRADIENT] = kept[MASTER]
         whole = updated and not all(stepper.is_tileable(n) for n in names)
         blocks.append(make_block(name, [(n, tensors[n]) for n in names], kept, working, whole))
-    return Layout(tuple(blocks), block_users, states)
+    differentiable = frozenset(s.index for s in partition.segments if s.is_differentiable)
+    return Layout(tuple(blocks), block_users, states, differentiable)
 
 
 def _find_users(partition: Partition) -> dict[str, tuple[int, ...]]:

@@ -15,19 +15,20 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from packhorse.errors import MachineError
+from packhorse.errors import MachineError, PackhorseError
 from packhorse.memory import Tier, available_bytes, map_bytes, total_bytes
 from packhorse.store.files import File, FileSystem
-from packhorse.units import parse_bytes
+from packhorse.units import format_bytes, parse_bytes
 
 LINKS = ("device", "host", "link", "read", "write", "network")
+LARGE = 32 << 20  # bytes from which on malloc takes a piece from the system, and gives it back, every time
 DESCRIPTIONS = Path(__file__).parent / "machines"
 
 
@@ -105,6 +106,13 @@ class Machine:
             return self.matmul[precision] * (0.5 if family == "attention" else 1.0)
         return self.bandwidth["host" if family == "update" else "device"]
 
+    def slowed(self, rate: float | None) -> "Machine":
+        """The same with a disk that moves no more than so many bytes a second."""
+        if rate is None:
+            return self
+        disk = {link: min(rate, self.bandwidth[link]) for link in ("read", "write")}
+        return replace(self, bandwidth={**self.bandwidth, **disk})
+
     def __str__(self) -> str:
         return self.name
 
@@ -119,12 +127,12 @@ def _read(fields: Mapping[str, Any], where: str) -> Machine:
     for key in ("name", "device", "cores", "memory", "matmul", "bandwidth"):
         if key not in fields:
             raise MachineError(f"{where}: {key!r} is missing")
+    for key in ("memory", "matmul", "bandwidth"):
+        if not isinstance(fields[key], dict):
+            raise MachineError(f"{where}: {key} is a {type(fields[key]).__name__}, expected a table [{key}]")
     on_cpu = fields["device"] == "cpu"
-    memory = {}
-    for tier in ("host", "disk") if on_cpu else ("device", "host", "disk"):
-        if tier not in fields["memory"]:
-            raise MachineError(f"{where}: memory.{tier} is missing, expected an amount such as '16GB'")
-        memory[tier] = parse_bytes(fields["memory"][tier])
+    tiers = ("host", "disk") if on_cpu else ("device", "host", "disk")
+    memory = {tier: _amount(fields["memory"], tier, f"{where}: memory") for tier in tiers}
     matmul = {p: _rate(fields["matmul"], p, f"{where}: matmul", 1e8, 1e17) for p in ("fp32", "bf16", "fp16")}
     wanted = [k for k in LINKS if not (k == "network" and fields.get("nodes", 1) == 1) and not (k == "link" and on_cpu)]
     bandwidth = {k: _rate(fields["bandwidth"], k, f"{where}: bandwidth", 1e5, 1e14) for k in wanted}
@@ -144,6 +152,18 @@ def _read(fields: Mapping[str, Any], where: str) -> Machine:
         latency=float(fields.get("latency", 0.0)),
         sources=tuple(fields.get("sources", ())),
     )
+
+
+def _amount(table: Mapping[str, Any], tier: str, where: str) -> int:
+    if tier not in table:
+        raise MachineError(f"{where}.{tier} is missing, expected an amount such as '16GB'")
+    try:
+        nbytes = parse_bytes(table[tier])
+    except PackhorseError as error:
+        raise MachineError(f"{where}.{tier}: {error}") from None
+    if not 1e8 <= nbytes <= 1e18:
+        raise MachineError(f"{where}.{tier} is {format_bytes(nbytes)}, expected an amount such as '16GB'")
+    return nbytes
 
 
 def _rate(table: Mapping[str, Any], key: str, where: str, least: float, most: float) -> float:
@@ -189,6 +209,9 @@ def _measure(place: Path) -> Machine:
         matmul[precision], kernels[f"matmul.{precision}.backward"] = _measure_matmul(device, dtype)
     kernels |= _measure_kernels(device)
     host = _measure_copy("cpu")
+    kernels["update"] = _measure_update()
+    if device == "cpu":
+        kernels["fresh"] = _measure_fresh()
     read, write = _measure_disk(place)
     bandwidth = {
         "device": host if device == "cpu" else _measure_copy(device),
@@ -214,7 +237,8 @@ def _measure(place: Path) -> Machine:
 
 
 def _best(run: Callable[[], Any], seconds: float = 0.25) -> float:
-    """The shortest of a few runs; what is slow is run once."""
+    """The shortest of a few runs, after one that does not count."""
+    run()
     times: list[float] = []
     while not times or sum(times) < seconds:
         started = time.perf_counter()
@@ -263,7 +287,7 @@ def _measure_kernels(device: str) -> dict[str, float]:
         "attention.fp32": (
             lambda x: functional.scaled_dot_product_attention(x, x, x, is_causal=True),
             (heads,),
-            4 * 2 * 16 * 512 * 512 * 64,
+            2 * 2 * 16 * 512 * 512 * 64,
         ),
         "softmax": (lambda x: functional.cross_entropy(x, targets), (logits,), logits.nbytes),
         "norm": (lambda x, w: functional.layer_norm(x, (1024,), w, w), (wide, ones), 2 * wide.nbytes),
@@ -290,6 +314,28 @@ def _measure_copy(device: str) -> float:
     """Bytes read and written a second by an addition in place."""
     a, b = (torch.zeros(16 << 20, device=device) for _ in range(2))
     return 3 * a.nbytes / _best(lambda: _settle(device, a.add_(b)))
+
+
+def _measure_update() -> float:
+    """Bytes a second that an update moves on one core, as it has beside compute: parameters, gradients, two moments."""
+    threads = torch.get_num_threads()
+    parameter = torch.zeros(16 << 20, requires_grad=True)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    optimizer.step()
+    torch.set_num_threads(1)
+    try:
+        return 7 * parameter.nbytes / _best(optimizer.step)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measure_fresh() -> float:
+    """Bytes a second at which new memory can be had: the system hands out large pieces page by page."""
+    size = 2 * LARGE
+    kept = torch.empty(size, dtype=torch.uint8)
+    new = _best(lambda: torch.empty(size, dtype=torch.uint8).fill_(1)) - _best(lambda: kept.fill_(1))
+    return size / max(new, 1e-9)
 
 
 def _measure_link(device: str) -> float:

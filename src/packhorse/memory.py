@@ -7,6 +7,7 @@ rather than taken from malloc: freed, they go back to the operating system at on
 import ctypes
 import mmap
 import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -20,7 +21,8 @@ from packhorse.units import parse_bytes
 
 PAGE = 4096
 HUGE_PAGE = 2 << 20
-IDLE = 32 << 20
+IDLE = 32 << 20  # bytes of buffers that may wait for their next use
+TYPICAL = 400 << 20  # of a process that has loaded torch, where it cannot be told
 
 Tier = str  # "device", "host" or "disk"; on a machine without accelerator the device tier is the working part of RAM
 
@@ -59,9 +61,16 @@ def resident_bytes() -> int:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * mmap.PAGESIZE
     except OSError:  # no /proc: macOS, Windows
-        import resource
+        return peak_resident_bytes()
 
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+def peak_resident_bytes() -> int:
+    """The most this process ever had."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return TYPICAL
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def available_bytes() -> int:
@@ -85,6 +94,7 @@ class Ledger:
     def __init__(self) -> None:
         self.live: Counter[tuple[Tier, str]] = Counter()
         self.peak: Counter[Tier] = Counter()
+        self.at_peak: dict[Tier, dict[str, int]] = {}  # what it was made of, by kind
         self._totals: Counter[Tier] = Counter()
         self._lock = threading.Lock()
 
@@ -93,7 +103,9 @@ class Ledger:
         with self._lock:
             self.live[tier, kind] += nbytes
             self._totals[tier] += nbytes
-            self.peak[tier] = max(self.peak[tier], self._totals[tier])
+            if self._totals[tier] > self.peak[tier]:
+                self.peak[tier] = self._totals[tier]
+                self.at_peak[tier] = {kind: n for (where, kind), n in self.live.items() if where == tier and n}
 
     def total(self, tier: Tier) -> int:
         with self._lock:

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 
 from packhorse.graph import Graph, Node
-from packhorse.machine import Machine
+from packhorse.graph.graph import Operation
+from packhorse.machine import LARGE, Machine
 from packhorse.store import GRADIENT, Block
 
 # Families of kernels by the beginnings of their names; the first that fits counts.
@@ -36,39 +37,72 @@ class Price(NamedTuple):
     backward: float
 
 
+def _price_fresh(machine: Machine, *sizes: float) -> float:
+    """What large new pieces of memory cost, where the system hands them out page by page."""
+    rate = machine.kernels.get("fresh")
+    return sum(n for n in sizes if n >= LARGE) / rate if rate else 0.0
+
+
 def find_family(name: str) -> str:
     return next((family for family, starts in FAMILIES.items() if name.startswith(starts)), "elementwise")
 
 
-def price_node(graph: Graph, node: Node, machine: Machine) -> Price:
-    """Backward is only priced where there is one: twice the products, and the bytes moved once more."""
+def price_node(graph: Graph, node: Node, machine: Machine, share: float) -> Price:
+    """For `share` of the example's rows. Backward is only priced where there is one: a product for each operand's gradient,
+    or the bytes moved once more."""
+    price, values = _price_kernel(graph, node, machine, share), graph.values
+    results = [share * values[r].nbytes for r in node.results]
+    gradients = [
+        (1.0 if values[o].kind == "parameter" else share) * values[o].nbytes
+        for o in node.operands
+        if values[o].type.differentiable
+    ]
+    if node.operation.aliases and not node.operation.forward_peak:
+        return price
+    return Price(
+        price.forward + _price_fresh(machine, *results),
+        price.backward + _price_fresh(machine, *gradients) * (price.backward > 0),
+    )
+
+
+def _price_kernel(graph: Graph, node: Node, machine: Machine, share: float) -> Price:
     operation, values = node.operation, graph.values
     if operation.aliases and not operation.flops and not operation.forward_peak:
         return Price(OVERHEAD, OVERHEAD)  # a view
     differentiable = any(values[r].type.differentiable for r in node.results)
     family = find_family(operation.name)
     if operation.flops and family in BY_FLOPS:
+        flops = operation.flops * (0.5 if _is_causal(operation) else 1.0)
         dtype = next((values[r].type.dtype for r in node.results), None)
         precision = _PRECISIONS.get(dtype or torch.float32, "fp32")
         forward = machine.rate(family, precision)
-        needed = sum(
-            values[o].type.differentiable for o in node.operands[:2]
-        )  # one product for each operand's gradient
+        needed = sum(values[o].type.differentiable for o in node.operands[:2])  # a product for each operand's gradient
         products = max(needed, 1) if differentiable else 0
-        backward = products * operation.flops / machine.rate(family, precision, backward=True)
-        return Price(OVERHEAD + operation.flops / forward, OVERHEAD + backward)
+        backward = products * flops / machine.rate(family, precision, backward=True)
+        return Price(OVERHEAD + share * flops / forward, OVERHEAD + share * backward)
     moved = operation.nbytes + sum(values[o].nbytes for o in node.operands)
     if family == "index" and operation.name.startswith("embedding"):
         moved = 2 * operation.nbytes
         gradient = values[node.operands[0]].nbytes  # as large as the table, zeroed
-        return Price(OVERHEAD + moved / machine.rate(family), OVERHEAD + (gradient + moved) / machine.rate(family))
-    forward_seconds = OVERHEAD + moved / machine.rate(family)
+        rate = machine.rate(family)
+        return Price(OVERHEAD + share * moved / rate, OVERHEAD + (gradient + share * moved) / rate)
+    forward_seconds = OVERHEAD + share * moved / machine.rate(family)
     backward_bytes = moved + sum(values[o].nbytes for o in node.operands if values[o].type.differentiable)
-    backward_seconds = OVERHEAD + backward_bytes / machine.rate(family, backward=True) if differentiable else 0.0
+    backward_seconds = (
+        OVERHEAD + share * backward_bytes / machine.rate(family, backward=True) if differentiable else 0.0
+    )
     return Price(forward_seconds, backward_seconds)
 
 
-def price_update(block: Block, machine: Machine) -> float:
-    """Every kind is read and written, the gradient read; other optimizers than fused ones pass over it about twice."""
+def _is_causal(operation: Operation) -> bool:
+    """Attention that looks back only: half of what the counter counts is skipped."""
+    position = 5  # of is_causal among the arguments of scaled_dot_product_attention
+    given = operation.args[position : position + 1] + tuple(v for k, v in operation.kwargs if k == "is_causal")
+    return find_family(operation.name) == "attention" and True in given
+
+
+def price_update(block: Block, machine: Machine, *, on_device: bool = False) -> float:
+    """Every kind is read and written, the gradient read; what cannot be updated in tiles passes over it several times."""
     kinds = sum(dtype.itemsize for kind, dtype in block.kinds.items() if kind != GRADIENT)
-    return 2 * block.numel * (2 * kinds + 4) / machine.rate("update")
+    rate = machine.bandwidth["device"] if on_device else machine.rate("update")
+    return (3 if block.whole else 1) * block.numel * (2 * kinds + 4) / rate

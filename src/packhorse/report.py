@@ -178,7 +178,7 @@ def store_table(directory: object, described: dict[str, Any]) -> Table:
 # -- sweeps of plans
 
 
-def sweep_points(sweep: str, batch: int, memory: str | None, machine: Machine) -> list[Any]:
+def sweep_points(sweep: str, memory: str | None, machine: Machine) -> list[Any]:
     """What a sweep goes through: layers, rows, or amounts of memory, each twice the one before."""
     if sweep == "depth":
         return [12, 24, 48, 96, 192, 384]
@@ -190,39 +190,51 @@ def sweep_points(sweep: str, batch: int, memory: str | None, machine: Machine) -
     raise PackhorseError(f"--sweep is {sweep!r}, expected depth, batch or memory")
 
 
-Row = tuple[Any, Plan | None, str]
+SweepRow = tuple[Any, Plan | None, str]  # the point, its plan, or why there is none
 
 
-def sweep_table(sweep: str, model: str, machine: str, rows: Sequence[Row]) -> Table:
-    table = Table(title=f"{model} on {machine}", box=box.SIMPLE_HEAD)
-    for name in (sweep, "how", "microbatches", "graphs kept", "device", "host", "a step", "rows/s", "waits most for"):
+def sweep_table(sweep: str, model: str, machine: Machine, rows: Sequence[SweepRow]) -> Table:
+    """Plans side by side, and the ordinary loop beside them: its memory, and its speed where it fits."""
+    tier = _scarce_tier(machine)
+    names = (sweep, "how", "microbatches", "graphs kept", f"{tier} memory", "a step", "rows/s", "waits most for")
+    table = Table(title=f"{model} on {machine.name}", box=box.SIMPLE_HEAD)
+    for name in (*names, "plain memory", "plain rows/s"):
         table.add_column(name, justify="left" if name in ("how", "waits most for") else "right")
     for point, plan, _ in rows:
         shown = format_bytes(point) if sweep == "memory" else str(point)
         if plan is None:
             table.add_row(shown, "does not fit")
             continue
-        found = plan.estimate
+        found, plain = plan.estimate, plan.plain
+        fits = plain.peak[tier] <= machine.memory[tier]
         table.add_row(
             shown,
-            plan.strategy,
+            f"{plan.strategy}, {'disk' if plan.on_disk else 'RAM'}",
             str(plan.microbatches),
             str(len(plan.kept)),
-            format_bytes(found.peak["device"]) if "device" in found.peak else "",
-            format_bytes(found.peak["host"]),
+            format_bytes(found.peak[tier]),
             format_seconds(found.seconds),
             f"{plan.batch_rows / found.seconds:.3g}",
             found.bottleneck,
+            format_bytes(plain.peak[tier]),
+            f"{plan.batch_rows / plain.seconds:.3g}" if fits else "does not fit",
         )
     return table
 
 
-def sweep_chart(sweep: str, model: str, machine: str, rows: Sequence[Row]) -> str:
-    """Memory of the scarcest tier, in GiB, and speed, over what was swept."""
-    tier = "device" if any(plan and "device" in plan.estimate.peak for _, plan, _ in rows) else "host"
+def sweep_chart(sweep: str, model: str, machine: Machine, rows: Sequence[SweepRow]) -> str:
+    """Memory of the scarcest tier, in GiB, and speed, over what was swept; plain where it fits."""
+    tier = _scarce_tier(machine)
     made = [(point / 2**30 if sweep == "memory" else point, plan) for point, plan, _ in rows if plan is not None]
+    fitting = [(x, plan) for x, plan in made if plan.plain.peak[tier] <= machine.memory[tier]]
     lines = {
         f"{tier} memory, GiB": [(x, plan.estimate.peak[tier] / 2**30) for x, plan in made],
+        "plain memory, GiB": [(x, plan.plain.peak[tier] / 2**30) for x, plan in made],
         "rows a second": [(x, plan.batch_rows / plan.estimate.seconds) for x, plan in made],
+        "plain rows a second": [(x, plan.batch_rows / plan.plain.seconds) for x, plan in fitting],
     }
-    return draw(f"{model} on {machine}", sweep, "", lines)
+    return draw(f"{model} on {machine.name}", "memory, GiB" if sweep == "memory" else sweep, "", lines)
+
+
+def _scarce_tier(machine: Machine) -> str:
+    return "host" if machine.device == "cpu" else "device"

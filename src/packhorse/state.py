@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from packhorse.checkpoint import Entry, write_checkpoint
+from packhorse.errors import PackhorseError
 from packhorse.graph import Graph
 from packhorse.layout import Layout
 from packhorse.memory import Ledger
@@ -55,7 +56,8 @@ class ModelState:
         waiting: dict[str, dict[str, Tensor | FileTensor]] = {}
         for name, value in source:
             if name not in self.layout.places:
-                self.buffers[name] = value.load() if isinstance(value, FileTensor) else value.detach().clone()
+                loaded = value.load() if isinstance(value, FileTensor) else value.detach().clone()
+                self.buffers[name] = loaded.to(self.graph.buffers[name].dtype) if name in self.graph.buffers else loaded
                 self.ledger.add("host", "buffers", self.buffers[name].nbytes)
                 continue
             block, _ = self.layout.places[name]
@@ -138,14 +140,16 @@ class ModelState:
                 self.buffers[name] = tensor
             elif kind == "state":
                 name, _, state = name.rpartition(":")
-                self.small[self.layout.places[name][0].name].values[name, state] = tensor
+                block = self.layout.places[name][0].name
+                if block in self.small:
+                    self.small[block].values[name, state] = tensor
         for i, name in enumerate(self.graph.parameters):
-            if tensors["started"][i]:
-                small = self.small[self.layout.places[name][0].name]
-                small.started.add(name)
-                for state in (k.name for k in small.kinds[name] if not k.large):
-                    if (name, state) not in small.values:
-                        small.values[name, state] = tensors[f"scalars:{state}"][i]
+            own = self.small.get(self.layout.places[name][0].name)
+            if tensors["started"][i] and own is not None:  # others are not updated any more
+                own.started.add(name)
+                for state in (k.name for k in own.kinds[name] if not k.large):
+                    if (name, state) not in own.values:
+                        own.values[name, state] = tensors[f"scalars:{state}"][i]
 
     def read(self, name: str) -> Tensor:
         """A copy of a parameter or buffer, by any of its names, as the last update left it."""
@@ -179,13 +183,18 @@ class ModelState:
 
     def _first_name(self, name: str) -> str:
         stored = [*self.graph.parameters.values(), *self.graph.buffers.values()]
-        return next(entry.name for entry in stored if name in entry.names)
+        found = next((entry.name for entry in stored if name in entry.names), None)
+        if found is None:
+            raise PackhorseError(f"the run has no parameter or buffer {name!r}; it was made for another model")
+        return found
 
-    def hand_over(self, model: nn.Module) -> None:
+    def hand_over(self, model: nn.Module) -> bool:
         """The module's parameters become views of a store in RAM, or, with a store on disk, give their memory back.
 
-        They stay the same objects, so the optimizer stays valid. Given back, they keep their shape and read as NaN.
+        They stay the same objects, so the optimizer stays valid. Given back, they keep their shape and read as NaN. Returns
+        whether any is a view, through which a user sees every update.
         """
+        is_seen = False
         for name, parameter in model.named_parameters():
             if parameter.is_meta:
                 continue
@@ -193,9 +202,11 @@ class ModelState:
             flat = self.store.view(block, MASTER)
             if flat is not None and parameter.dtype == flat.dtype:
                 parameter.data = slot.view(flat)
+                is_seen = True
             else:
                 nothing = torch.full((), torch.nan if parameter.is_floating_point() else 0, dtype=parameter.dtype)
                 parameter.data = nothing.expand(parameter.shape)
+        return is_seen
 
 
 class StateDict(Mapping[str, Tensor]):

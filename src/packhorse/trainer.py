@@ -3,7 +3,10 @@
 It captures, partitions, plans and lays out once; each step then splits a batch and hands a list of actions to the executor.
 """
 
-from collections.abc import Callable, Mapping
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,25 +14,29 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from packhorse.case import Case
 from packhorse.device import find_device
 from packhorse.errors import BatchError, PackhorseError, StoreError
-from packhorse.estimate import Case
 from packhorse.execute import Executor, Microbatch, Program, Record, Task
 from packhorse.graph import Graph, Ref, Size, capture
 from packhorse.graph.graph import Mode
 from packhorse.layout import make_layout
 from packhorse.machine import Machine
-from packhorse.memory import Heap, Ledger, Memory, Pool, read_budget, resident_bytes
+from packhorse.memory import Heap, Ledger, Memory, Pool, peak_resident_bytes, read_budget, resident_bytes
 from packhorse.optimizer import Stepper, refuse_sparse
-from packhorse.partition import Partition, partition, partition_like
-from packhorse.plan import Plan, Strategy, Wish, choose
+from packhorse.partition import Partition, partition_like
+from packhorse.plan import Measured, Plan, Strategy, read_plan
 from packhorse.precision import LossScale, Precision, check_precision, list_casts
+from packhorse.schedule import check
+from packhorse.search import Wish, choose
 from packhorse.state import ModelState, StateDict
 from packhorse.store import DiskStore, RamStore, Stash, Store
-from packhorse.store.disk import Durability
+from packhorse.store.disk import Durability, check_durability
 from packhorse.store.encode import decode, encode
 from packhorse.update import Updater
 from packhorse.weights import read_files, read_model
+
+logger = logging.getLogger("packhorse")
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -60,8 +67,9 @@ class Trainer:
         overlap: bool = True,
         seed: int = 0,
         weights: str | Path | None = None,
+        plan: Plan | str | Path | None = None,
     ):
-        _check_choices(precision, durability, update, clip_norm)
+        _check_choices(precision, update, clip_norm)
         refuse_sparse(model)
         wish = Wish(strategy, microbatches)
         self.model, self.loss, self.weight, self.scheduler, self.data = model, loss, weight, scheduler, data
@@ -69,81 +77,130 @@ class Trainer:
         self.deferred = update == "deferred" or clip_norm is not None or precision == "fp16"
         self.scaler = LossScale() if precision == "fp16" else None
         self.steps = 0
+        self._seconds = 0.0  # of the last step
         self.last: Task | None = None
-        self._closed = False
+        self._closed = self._broken = False
         self._graphs: dict[Any, Graph] = {}
         self._partitions: dict[int, Partition] = {}
         self._programs: dict[Any, Program] = {}
         self._ledger = Ledger()
-        pool = Pool(self._ledger)
-        self._device = find_device(device, pool)
+        self._pool = Pool(self._ledger)
+        self._device = find_device(device, self._pool)
         self._stepper = Stepper(optimizer, model)
         self._store: Store = _choose_store(store, durability)
+        try:
+            self._prepare(example, wish, plan, memory, resume, weights, overlap)
+        except BaseException:
+            self._store.close()  # nobody else will
+            raise
+
+    def _prepare(
+        self,
+        example: Any,
+        wish: Wish,
+        plan: Plan | str | Path | None,
+        memory: int | str | Memory | None,
+        resume: bool,
+        weights: str | Path | None,
+        overlap: bool,
+    ) -> None:
+        """Captures, cuts, plans, fills the store."""
         on_disk = self._store.on_disk
         budget = read_budget(memory, self._device.name)
         base = resident_bytes()
 
         graph = self._capture("train", example)
-        self._partition = partition(graph)
-        self._partitions[id(graph)] = self._partition
-        self._layout = make_layout(model, self._partition, self._stepper, on_disk=on_disk, deferred=self.deferred)
-        case = Case(
-            self._partition,
-            self._layout,
-            graph.batch.rows,
-            precision,
-            "deferred" if self.deferred else "eager",
-            on_disk,
-            base,
-            1 if durability == "none" else 2,
-            list_casts(model, precision),
-        )
-        self._case = case
+        given = _own_bytes(self.model)
+
+        def case_of(part: Partition) -> Case:
+            return Case(
+                part,
+                make_layout(self.model, part, self._stepper, on_disk=on_disk, deferred=self.deferred),
+                graph.batch.rows,
+                self.precision,
+                "deferred" if self.deferred else "eager",
+                on_disk,
+                max(base - given, 0),
+                given,
+                self._store.versions,
+                self._store.link.bytes_per_second is not None,
+                list_casts(self.model, self.precision),
+            )
+
+        if plan is not None:
+            wish = Wish.of(read_plan(plan, graph))
         machine = Machine.probe(self._store.path if isinstance(self._store, DiskStore) else None)
-        self.plan: Plan = choose(case, wish, budget, machine)
+        machine = machine.slowed(self._store.link.bytes_per_second)
+        self._case, self.plan = choose(graph, case_of, wish, budget, machine)
+        self._partition, self._layout = self._case.partition, self._case.layout
+        self._partitions[id(graph)] = self._partition
 
         heap = Heap(self._ledger, plenty=(budget.limit("host") or 0) > 2 * self.plan.estimate.peak["host"])
         self._state = ModelState(graph, self._layout, self._store, self._ledger)
         self._updater = Updater(self._store, self._stepper, self._state.small)
-        self._open_store(pool, resume, weights)
+        self._open_store(resume, weights)
         stash = Stash(self._ledger, self._store, self.plan.stash_bytes)
         self._executor = Executor(
-            self._state, self._device, self._updater, stash, heap, seed=self.seed, overlap=overlap
+            self._state,
+            self._device,
+            self._updater,
+            stash,
+            heap,
+            seed=self.seed,
+            overlap=overlap,
+            updates_ahead=self.plan.updates_ahead,
         )
-        self._state.hand_over(model)
+        self._is_seen = self._state.hand_over(self.model)
 
     # -- the loop's verbs
 
     def step(self, batch: Any) -> float:
         """Trains on one batch; returns its mean loss."""
         self._check_open()
+        started = time.perf_counter()
+        self._updater.num_threads = torch.get_num_threads()
         groups = self._stepper.read_groups()
         position = self._read_position()  # on entry: a loader that reads ahead may have moved on when the step is done
         task = self._task("train", batch, training=True)
         task.groups, task.clip_norm = groups, self.clip_norm
         task.deferred = self.deferred
         task.loss_scale = self.scaler.scale if self.scaler else 1.0
-        try:
+        with self._undone_if_it_fails():
             self._executor.run(task)
-            if not self.deferred:
+            if self._is_seen:
                 self._executor.drain()
+            if task.overflowed:
+                self._updater.forget_parked()
+            if self.scaler:
+                self.scaler.update(task.overflowed)
+            self.last = task
+            self.steps += 1
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # LR schedulers ask, to warn about their order
+            if self.scheduler is not None and not task.overflowed:
+                self.scheduler.step()
+            self._commit(position)
+        loss, is_first = _mean_loss(task), self._seconds == 0.0
+        self._seconds = time.perf_counter() - started
+        if is_first:
+            logger.info("planned and measured: %s", self.compare())
+        return loss
+
+    @contextmanager
+    def _undone_if_it_fails(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException as error:
             self._roll_back(error)
             raise
-        if task.overflowed:
-            self._updater.forget_parked()
-        if self.scaler:
-            self.scaler.update(task.overflowed)
-        self.last = task
-        self.steps += 1
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what LR schedulers ask, to warn about their order
-        if self.scheduler is not None and not task.overflowed:
-            self.scheduler.step()
-        self._commit(position)
-        return _mean_loss(task)
+
+    def _settle(self) -> None:
+        """Waits for updates and commits that are under way; if one fails, the step it belongs to is undone."""
+        with self._undone_if_it_fails():
+            self._executor.drain()
 
     def _roll_back(self, error: BaseException) -> None:
         """After a failure: with versions, all is as the last commit left it, but the position of the data, which moves on."""
+        self._executor.abandon()
         try:
             facts = self._store.roll_back()
             if facts is not None:
@@ -151,17 +208,21 @@ class Trainer:
                 self._load_facts({**facts, "data": None})
                 error.add_note(f"the store is as it was after step {self.steps}; training may go on from there")
         except StoreError as second:
-            self._closed = True
-            error.add_note(f"the store could not be rolled back ({second}); make a new trainer with resume=True")
+            self._broken = True
+            error.add_note(
+                f"the store could not be rolled back ({second}); close this trainer and make a new one with resume=True"
+            )
 
     def evaluate(self, batch: Any) -> float:
         """The mean loss in evaluation mode; nothing is updated."""
         self._check_open()
+        self._settle()
         return _mean_loss(self._executor.run(self._task("eval", batch)))
 
     def predict(self, batch: Any) -> Any:
         """The model's output in evaluation mode, for the whole batch."""
         self._check_open()
+        self._settle()
         task = self._executor.run(self._task("predict", batch))
         partition = task.program.partition
         outputs = []
@@ -171,6 +232,20 @@ class Trainer:
         return _join(partition.graph, outputs)
 
     # -- what it holds
+
+    def report(self) -> str:
+        """The plan, and, after the first step, what was planned beside what was measured."""
+        return "\n".join([str(self.plan), *([f"planned and measured: {self.compare()}"] if self.last else [])])
+
+    def compare(self) -> str:
+        """What was planned beside what was measured: the time of the last step, the memory of all."""
+        assert self.last is not None
+        records = self.last.records()
+        compute = sum(r.end - r.start for r in records if r.action.kind in ("F", "R", "B"))
+        on_cpu = self._device.name == "cpu"
+        peak = {"host": peak_resident_bytes()} if on_cpu else {"device": self._device.memory_peak()}
+        kinds = {tier: self._ledger.at_peak.get(tier, {}) for tier in peak}
+        return self.plan.compare(Measured(self._seconds, compute, peak, kinds))
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -191,13 +266,13 @@ class Trainer:
     def state_dict(self) -> Mapping[str, Tensor]:
         """Parameters and persistent buffers by name, both names of ties; a value is a copy, read when it is asked for."""
         self._check_open()
-        self._executor.drain()
+        self._settle()
         return StateDict(self._state)
 
     def load_into(self, model: nn.Module) -> None:
         """Copies all parameters and buffers into a model with memory of its own."""
         self._check_open()
-        self._executor.drain()
+        self._settle()
         with torch.no_grad():
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
                 value = self._state.read(name)
@@ -213,7 +288,7 @@ class Trainer:
     def save(self, directory: str | Path) -> list[Path]:
         """Writes the model as safetensors under its own names, ties once, with its config if it has one; for others to load."""
         self._check_open()
-        self._executor.drain()
+        self._settle()
         return self._state.save(directory, self.model)
 
     def close(self) -> None:
@@ -221,15 +296,18 @@ class Trainer:
         if self._closed:
             return
         try:
-            self._executor.drain()
+            if not self._broken:
+                self._settle()
         finally:
             self._closed = True
             self._executor.close()
-            self._executor.stash.close()
             for name, buffer in self.model.named_buffers():
                 if not buffer.is_meta and name in self._state.buffers:
                     buffer.copy_(self._state.buffers[name])
-            self._store.close()
+            try:
+                self._store.close()
+            finally:
+                self._executor.stash.close()  # when nothing is written to it any more
 
     def __enter__(self) -> "Trainer":
         return self
@@ -297,14 +375,16 @@ class Trainer:
                 actions = self.plan.actions(num_microbatches, sizes)
             else:
                 actions = self.plan.forward_actions(len(part.segments), num_microbatches, sizes)
+            check(actions, len(part.segments), num_microbatches, self.plan.backward if training else frozenset())
             self._programs[key] = Program(part, actions)
         return self._programs[key]
 
     # -- the store
 
-    def _open_store(self, pool: Pool, resume: bool, weights: str | Path | None) -> None:
+    def _open_store(self, resume: bool, weights: str | Path | None) -> None:
         """Makes the store and fills it with the model's first values, or opens one that holds a run."""
         store, state = self._store, self._state
+        store.claim()
         manifest = store.read_manifest()
         header = state.describe(self.model, self.optimizer)
         if manifest is not None and not resume:
@@ -314,15 +394,17 @@ class Trainer:
             )
         if manifest is None:
             source = read_files(self.model, weights) if weights is not None else read_model(self.model)
-            store.create(self._layout.blocks, pool, header)
+            store.create(self._layout.blocks, self._pool, header)
             state.fill(source)
             state.take_optimizer_state(self.optimizer, self.model)
             self._commit(self._read_position())
             return
-        store.open(self._layout.blocks, pool, header)
+        store.open(self._layout.blocks, self._pool, header)
         state.load_small(store.read_small())
         self._load_facts(manifest["facts"])
         self.optimizer.state.clear()
+        if store.is_laid_out_anew:  # states of what is not updated any more are gone: so say the small tensors now
+            store.commit(manifest["facts"], state.small_tensors())
 
     def _load_facts(self, facts: Mapping[str, Any]) -> None:
         """Step, seed, hyper-parameters, schedule and position, as the last commit left them."""
@@ -357,12 +439,16 @@ class Trainer:
     def _commit(self, position: Any) -> None:
         """After the updates of this step, which a deferred one may still have under way."""
         facts = self._facts(position)
-        if self.deferred and self.steps:
+        if self._store.on_disk and self.steps:
             self._executor.submit_commit(lambda: self._store.commit(facts, self._state.small_tensors()))
         else:
             self._store.commit(facts, self._state.small_tensors())
 
     def _check_open(self) -> None:
+        if self._broken:
+            raise PackhorseError(
+                "a step failed and could not be undone; close this trainer and make one with resume=True"
+            )
         if self._closed:
             raise PackhorseError("the trainer is closed; make a new one (with resume=True to continue from its store)")
 
@@ -410,20 +496,29 @@ def _join(graph: Graph, outputs: list[Any]) -> Any:
 
 
 def _choose_store(store: str | Path | Store | None, durability: Durability) -> Store:
+    check_durability(durability)
     if store is None:
         return RamStore()
     if isinstance(store, (str, Path)):
         return DiskStore(store, durability=durability)
+    if isinstance(store, DiskStore) and durability not in ("process", store.durability):
+        raise PackhorseError(
+            f"durability is {durability!r}, but the store given has {store.durability!r}; say it there"
+        )
     return store
 
 
-def _check_choices(precision: str, durability: str, update: str, clip_norm: float | None) -> None:
+def _own_bytes(model: nn.Module) -> int:
+    """Memory of the model's own parameters, each storage once."""
+    storages = {
+        p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters() if not p.is_meta
+    }
+    return sum(storages.values())
+
+
+def _check_choices(precision: str, update: str, clip_norm: float | None) -> None:
     check_precision(precision)
-    for name, found, allowed in (
-        ("durability", durability, ("none", "process", "power")),
-        ("update", update, ("eager", "deferred")),
-    ):
-        if found not in allowed:
-            raise PackhorseError(f"{name} is {found!r}, expected one of {', '.join(allowed)}")
+    if update not in ("eager", "deferred"):
+        raise PackhorseError(f"update is {update!r}, expected one of eager, deferred")
     if clip_norm is not None and not clip_norm > 0:
         raise PackhorseError(f"clip_norm is {clip_norm}, expected a norm above 0, or None not to clip")

@@ -5,20 +5,21 @@ memory piece by piece: while one is stepped, the next is read and the last is wr
 few pieces.
 """
 
+import contextlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from packhorse.errors import NumericsError
 from packhorse.gradient import Gradient
 from packhorse.optimizer import TILE, Group, Piece, StateKind, Stepper
 from packhorse.store import GRADIENT, MASTER, Block, Loan, Slot, Store, blocks
 from packhorse.store.lane import gather
+from packhorse.threads import using_threads
 
 AHEAD = 2  # chunks read ahead
 
@@ -42,20 +43,22 @@ class Updater:
     def __init__(self, store: Store, stepper: Stepper, small: Mapping[str, Small]):
         self.store, self.stepper, self.small = store, stepper, dict(small)
         self.parked: dict[str, Gradient] = {}
+        self.num_threads = torch.get_num_threads()  # what sums are made with whose order must be plain's
 
     # -- gradients that wait
 
     def park(self, gradient: Gradient, norms: dict[str, Tensor] | None, *, check: bool) -> None:
         """Lets a gradient wait, after adding it to what already waits; with `norms`, notes that of every tensor."""
         if check:
-            _refuse_non_finite(gradient)
+            gradient.refuse_non_finite()
         block, before = gradient.block, self.parked.pop(gradient.block.name, None)
         if before is not None:
             self._fold(gradient, before)
         if norms is not None:
-            for slot in block.slots:
-                if slot.name in gradient.tensors:
-                    norms[slot.name] = torch.linalg.vector_norm(slot.shape_of(gradient.tensors[slot.name]))
+            with using_threads(self.num_threads):
+                for slot in block.slots:
+                    if slot.name in gradient.tensors:
+                        norms[slot.name] = torch.linalg.vector_norm(slot.shape_of(gradient.tensors[slot.name]))
         if GRADIENT in block.kinds:
             self._write(gradient)
             gradient.let_go()
@@ -120,28 +123,27 @@ class Updater:
         if gradient is None and parked is None:
             return None  # no tensor of the block has a gradient
         if gradient is not None and scale is None:
-            _refuse_non_finite(gradient)
+            gradient.refuse_non_finite()
         present = (gradient.present if gradient else set()) | (parked.present if parked else set())
         writes: list[Future[Any]] = []
         advanced: dict[tuple[str, str], Tensor] = {}
-        for start, stop, loans in self._read_ahead(block, parked):
-            waiting = loans.pop(GRADIENT, None)
-            flats = {kind: loan.ready.result() for kind, loan in loans.items()}
-            for slot, a, b in _inside(block, start, stop):
-                if slot.name not in present:
-                    continue
-                size = b - a if block.whole or not self.stepper.is_tileable(slot.name) else TILE
-                for at in range(a, b, size):
-                    end = min(at + size, b)
-                    piece = _sum(gradient, parked, waiting, slot, at, end, start)
-                    if scale is not None:
-                        piece.mul_(scale)
-                    self._step_tile(block, slot, at, end, start, flats, piece, groups, advanced)
-            if waiting is not None:
-                waiting.give_back()
-            writes += [w for w in (loan.give_back(dirty=True) for loan in loans.values()) if w is not None]
-            while len(writes) > 2 * AHEAD * len(loans):  # bounds the buffers in flight
-                writes.pop(0).result()
+        try:
+            with contextlib.closing(self._read_ahead(block, parked)) as parts:
+                for start, stop, loans in parts:
+                    threads = self.num_threads if block.whole else 1
+                    with _returned_if_it_fails(loans.values()), using_threads(threads):
+                        self._step_part(block, start, stop, loans, present, gradient, parked, scale, groups, advanced)
+                    waiting = loans.pop(GRADIENT, None)
+                    if waiting is not None:
+                        waiting.give_back()
+                    writes += [w for w in (loan.give_back(dirty=True) for loan in loans.values()) if w is not None]
+                    while len(writes) > 2 * AHEAD * len(loans):  # bounds the buffers in flight
+                        writes.pop(0).result()
+        except BaseException:
+            if parked is not None:
+                parked.let_go()
+            wait(writes)  # before anything else is written in their place
+            raise
         small = self.small[block.name]
         small.values.update(advanced)
         small.started |= present
@@ -150,20 +152,53 @@ class Updater:
                 held.let_go()
         return gather(writes, lambda: self.store.publish(block))
 
-    def _read_ahead(self, block: Block, parked: Gradient | None) -> Iterator[tuple[int, int, dict[str, Loan]]]:
+    def _step_part(
+        self,
+        block: Block,
+        start: int,
+        stop: int,
+        loans: Mapping[str, Loan],
+        present: Collection[str],
+        gradient: Gradient | None,
+        parked: Gradient | None,
+        scale: Tensor | None,
+        groups: Sequence[Group],
+        advanced: dict[tuple[str, str], Tensor],
+    ) -> None:
+        """Steps elements `start` to `stop` of a block, tile by tile."""
+        flats = {kind: loan.ready.result() for kind, loan in loans.items() if kind != GRADIENT}
+        for slot, a, b in _inside(block, start, stop):
+            if slot.name not in present:
+                continue
+            size = b - a if block.whole or not self.stepper.is_tileable(slot.name) else TILE
+            for at in range(a, b, size):
+                end = min(at + size, b)
+                piece = _sum(gradient, parked, loans.get(GRADIENT), slot, at, end, start)
+                if scale is not None:
+                    piece.mul_(scale)
+                self._step_tile(block, slot, at, end, start, flats, piece, groups, advanced)
+
+    def _read_ahead(
+        self, block: Block, parked: Gradient | None
+    ) -> Generator[tuple[int, int, dict[str, Loan]], None, None]:
         small = self.small[block.name]
         waiting: deque[tuple[int, int, dict[str, Loan]]] = deque()
-        for start, stop in _chunks(block):
-            loans = {MASTER: self.store.borrow(block, MASTER, start, stop)}
-            for kind in small.large:
-                loans[kind] = self.store.borrow(block, kind, start, stop, read=bool(small.started))
-            waiting_part = self._waiting_part(parked, start, stop)
-            if waiting_part is not None:
-                loans[GRADIENT] = waiting_part
-            waiting.append((start, stop, loans))
-            if len(waiting) > AHEAD:
+        try:
+            for start, stop in _chunks(block):
+                loans = {MASTER: self.store.borrow(block, MASTER, start, stop)}
+                for kind in small.large:
+                    loans[kind] = self.store.borrow(block, kind, start, stop, read=bool(small.started))
+                waiting_part = self._waiting_part(parked, start, stop)
+                if waiting_part is not None:
+                    loans[GRADIENT] = waiting_part
+                waiting.append((start, stop, loans))
+                if len(waiting) > AHEAD:
+                    yield waiting.popleft()
+            while waiting:
                 yield waiting.popleft()
-        yield from waiting
+        finally:
+            for _, _, loans in waiting:
+                _return(loans.values())
 
     def _step_tile(
         self,
@@ -203,6 +238,22 @@ class Updater:
                 cut(flats[kind.name]).copy_(value)
 
 
+@contextlib.contextmanager
+def _returned_if_it_fails(loans: Iterable[Loan]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        _return(loans)
+        raise
+
+
+def _return(loans: Iterable[Loan]) -> None:
+    """Gives loans back as they came, once nothing is read into them any more."""
+    for loan in loans:
+        loan.ready.exception()
+        loan.give_back()
+
+
 def _part(gradient: Gradient | None, loan: Loan | None, slot: Slot, a: int, b: int, start: int) -> Tensor | None:
     """Elements of a gradient, in memory or on loan from element `start` of the block."""
     if gradient is None or slot.name not in gradient.present:
@@ -240,14 +291,3 @@ def _inside(block: Block, start: int, stop: int) -> list[tuple[Slot, int, int]]:
     """The tensors, or parts of tensors, in a range of elements."""
     parts = [(slot, max(slot.start, start), min(slot.stop, stop)) for slot in block.slots]
     return [(slot, a, b) for slot, a, b in parts if a < b]
-
-
-def _refuse_non_finite(gradient: Gradient) -> None:
-    for name, flat in gradient.tensors.items():
-        # The sum is one pass without memory; it may overflow by itself, so only then every element is asked.
-        if not torch.isfinite(flat.sum()) and not torch.isfinite(flat).all():
-            raise NumericsError(
-                f"the gradient of {name} (segment {gradient.segment}) is not finite; it was not used, but segments after it "
-                "have been updated. With update='deferred' none would have been: lower the learning rate, clip, or look at the "
-                "batch"
-            )

@@ -170,7 +170,9 @@ class SafetensorsFiles(Mapping[str, FileTensor]):
             return sorted(self.path.glob("*.safetensors"))
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (OSError, ValueError, KeyError, AttributeError) as error:
+            if not all(isinstance(name, str) for name in names):
+                raise ValueError("weight_map does not map names to files")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"weights: {index} cannot be read: {error}") from None
         missing = [name for name in names if not (self.path / name).is_file()]
         if missing:

@@ -96,6 +96,7 @@ _RECIPES: dict[str, _Recipe] = {
     "gpt2-medium": _gpt(layers=24, heads=16, width=1024),
     "gpt2-large": _gpt(layers=36, heads=20, width=1280),
     "gpt2-xl": _gpt(layers=48, heads=25, width=1600),
+    "gpt-50b": _gpt(layers=62, heads=64, width=8192, context=1024, vocabulary=50257),
     "bert-tiny": _bert(layers=2, heads=2, width=64, context=32, vocabulary=256),
     "bert-base": _bert(),
     "bert-large": _bert(layers=24, heads=16, width=1024),

@@ -69,6 +69,15 @@ class Segment:
         return any(self.graph.values[i].type.differentiable for i in self._binding.outputs)
 
     @cached_property
+    def borrowed_outputs(self) -> frozenset[str]:
+        """The outputs that may be views of a parameter or buffer."""
+        values = self.graph.values
+        borrowed = {i for node in self.nodes for i in node.operands if values[i].kind not in ("node", "input")}
+        for node in self.nodes:
+            borrowed.update(result for result, operand in node.aliases if operand in borrowed)
+        return frozenset(values[i].name for i in self._binding.outputs if i in borrowed)
+
+    @cached_property
     def needs_grad_mode(self) -> bool:
         """Whether a kernel in it gives other bits without gradients: then even a forward to be forgotten runs with them."""
         return any(_depends_on_grad_mode(self.graph, node) for node in self.nodes)

@@ -23,7 +23,15 @@ class BlockFiles:
     """`versions` is 2, or 1 to overwrite in place; without `checked` nothing is compared."""
 
     def __init__(
-        self, system: FileSystem, path: Path, blocks: Sequence[Block], versions: int, *, create: bool, checked: bool
+        self,
+        system: FileSystem,
+        path: Path,
+        blocks: Sequence[Block],
+        versions: int,
+        *,
+        create: bool,
+        checked: bool,
+        allocate: bool = True,
     ):
         self.system, self.path, self.versions, self.checked = system, path, versions, checked
         self.blocks = {block.name: block for block in blocks}
@@ -37,7 +45,8 @@ class BlockFiles:
         self._lay_out()
         self.files: dict[str, File] = {}
         for kind, nbytes in self.sizes.items():
-            self.files[kind] = File(system, path / f"{kind}.bin", nbytes, create=create or kind == GRADIENT)
+            create_this = create or kind == GRADIENT
+            self.files[kind] = File(system, path / f"{kind}.bin", nbytes, create=create_this, allocate=allocate)
 
     def _lay_out(self) -> None:
         for block in self.blocks.values():

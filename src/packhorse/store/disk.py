@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -25,7 +25,7 @@ from torch import Tensor
 from packhorse.errors import StoreError
 from packhorse.memory import Ledger, Pool
 from packhorse.store.block_files import BlockFiles, describe_blocks, rebuild_blocks
-from packhorse.store.blocks import Block
+from packhorse.store.blocks import GRADIENT, MASTER, Block
 from packhorse.store.files import File, FileSystem, Lock, digest, replace_small, seal, unseal, write_small
 from packhorse.store.lane import Lane
 from packhorse.store.store import Link, Store
@@ -36,6 +36,11 @@ PIECE = 4 << 20  # bytes of one I/O operation: large enough for full speed, smal
 THREADS = 2  # enough for full speed with pieces of that size
 
 Durability = Literal["none", "process", "power"]
+
+
+def check_durability(durability: str) -> None:
+    if durability not in get_args(Durability):
+        raise StoreError(f"durability is {durability!r}, expected one of {', '.join(get_args(Durability))}")
 
 
 class DiskStore(Store):
@@ -55,7 +60,9 @@ class DiskStore(Store):
         bytes_per_second: float | None = None,
         filesystem: FileSystem | None = None,
     ):
+        check_durability(durability)
         self.path, self.durability = Path(directory), durability
+        self.versions = 1 if durability == "none" else 2
         self.link = Link(bytes_per_second)
         self.system = filesystem or FileSystem()
         self.lane = Lane("packhorse-disk", THREADS)
@@ -65,7 +72,8 @@ class DiskStore(Store):
         self._files: BlockFiles | None = None
         self._committed: dict[str, Any] | None = None  # the manifest
         self._unwritten: tuple[Mapping[str, Any], Mapping[str, Tensor]] | None = None  # without durability: a commit
-        self._torn = False  # without durability: a step failed half way
+        self._dirty = False  # blocks were written since the last commit
+        self._torn = False  # without durability: a step failed after that
 
     @property
     def files(self) -> BlockFiles:
@@ -83,9 +91,12 @@ class DiskStore(Store):
             raise StoreError(f"{path} has format {manifest.get('format')}, this version of packhorse reads {FORMAT}")
         return manifest
 
-    def create(self, blocks: Sequence[Block], pool: Pool, header: Mapping[str, Any]) -> None:
+    def claim(self) -> None:
         self._make_directory()
         self.lock.take()
+
+    def create(self, blocks: Sequence[Block], pool: Pool, header: Mapping[str, Any]) -> None:
+        self.claim()
         self._pool = pool
         self._files = self._make_files("blocks-0", blocks, header)
         for number in (0, 1):  # made beforehand, so that a commit only writes
@@ -98,10 +109,10 @@ class DiskStore(Store):
         path = self.path / name
         shutil.rmtree(path, ignore_errors=True)  # left by an attempt that did not come to its first commit
         self.system.make_directory(path)
-        versions = 1 if self.durability == "none" else 2
-        self._refuse_if_full(sum(b.nbytes(k) * (1 if k == "gradient" else versions) for b in blocks for k in b.kinds))
-        files = BlockFiles(self.system, path, blocks, versions, create=True, checked=self.durability != "none")
-        self.header = {**header, "format": FORMAT, "blocks": describe_blocks(blocks), "versions": versions}
+        versions = {kind: 1 if kind == GRADIENT else self.versions for block in blocks for kind in block.kinds}
+        self._refuse_if_full(sum(block.nbytes(kind) * versions[kind] for block in blocks for kind in block.kinds))
+        files = BlockFiles(self.system, path, blocks, self.versions, create=True, checked=self.durability != "none")
+        self.header = {**header, "format": FORMAT, "blocks": describe_blocks(blocks), "versions": self.versions}
         replace_small(self.system, path / "header.json", seal(self.header), sync=self._syncs)
         return files
 
@@ -121,7 +132,7 @@ class DiskStore(Store):
         self.header = unseal(path / "header.json")
         checked, versions = manifest["checked"], self.header["versions"]
         blocks = rebuild_blocks(self.header["blocks"])
-        self._files = BlockFiles(self.system, path, blocks, versions, create=False, checked=checked)
+        self._files = BlockFiles(self.system, path, blocks, versions, create=False, checked=checked, allocate=False)
         self._committed = manifest
         self.files.restore(manifest["version"])
         return manifest
@@ -132,19 +143,20 @@ class DiskStore(Store):
         difference = _difference(self.header, header)
         if difference:
             raise StoreError(f"{self.path} belongs to another model or optimizer: {difference}")
-        versions = 1 if self.durability == "none" else 2
-        same = self.header["blocks"] == describe_blocks(blocks) and self.header["versions"] == versions
-        if same and manifest["checked"] == (versions == 2):
+        same = self.header["blocks"] == describe_blocks(blocks) and self.header["versions"] == self.versions
+        if same and manifest["checked"] == (self.versions == 2):
             path = self.files.path
             self.files.close()
             self._files = BlockFiles(
-                self.system, path, blocks, versions, create=False, checked=self.durability != "none"
+                self.system, path, blocks, self.versions, create=False, checked=self.durability != "none"
             )
             self.files.restore(manifest["version"])
         else:
             self._lay_out_anew(blocks, header)
+            self.is_laid_out_anew = True
         if self.durability == "none":
-            self._write_manifest(manifest, open=True)
+            assert self._committed is not None
+            self._write_manifest(self._committed, open=True)
         pool.ledger.add("disk", "store", sum(self.files.sizes.values()))
 
     def _lay_out_anew(self, blocks: Sequence[Block], header: Mapping[str, Any]) -> None:
@@ -154,7 +166,7 @@ class DiskStore(Store):
         new = self._make_files(f"blocks-{number}", blocks, header)
         for block in blocks:
             for kind, dtype in block.kinds.items():
-                if kind == "gradient":
+                if kind == GRADIENT:
                     continue
                 for unit, (start, stop) in enumerate(block.units):
                     buffer = self._pool.take((stop - start) * dtype.itemsize, "update buffers")
@@ -167,7 +179,7 @@ class DiskStore(Store):
         if self._syncs:
             new.sync()
         self._files = new
-        self._write_manifest({**manifest, "blocks": new.path.name, "version": new.version()})
+        self._write_manifest({**manifest, "blocks": new.path.name, "version": new.version(), "checked": new.checked})
         old.close()
         shutil.rmtree(old.path)
 
@@ -179,6 +191,8 @@ class DiskStore(Store):
             if a >= b:
                 continue
             source, place = old.find(slot.name)
+            if len(source.kinds) == 1 and kind != MASTER:
+                continue  # not updated so far: its states begin now
             if kind not in source.kinds:
                 raise StoreError(
                     f"{self.path} has no optimizer state {kind!r} of {slot.name}; it was made with other options"
@@ -240,6 +254,7 @@ class DiskStore(Store):
     def transfer(self, loan: "DiskLoan", *, write: bool, urgent: bool) -> "Future[Tensor]":
         """Moves a loan's bytes, unit by unit."""
         block, kind, files = loan.block, loan.kind, self.files
+        self._dirty = self._dirty or (write and kind != GRADIENT)
         slot, sums = files.slot(block, kind, write=write), files.sums[block.name, kind]
         stored = block.kinds[kind]
 
@@ -252,9 +267,11 @@ class DiskStore(Store):
                     files.read(block, kind, unit, piece.view(torch.uint8), slot, sums[unit])
                 else:  # piece by piece, so that they are never all in memory as they are stored
                     buffer = self._pool.take(piece.numel() * stored.itemsize, "weights")
-                    files.read(block, kind, unit, buffer, slot, sums[unit])
-                    piece.copy_(buffer.view(stored))
-                    self._pool.give(buffer, "weights")
+                    try:
+                        files.read(block, kind, unit, buffer, slot, sums[unit])
+                        piece.copy_(buffer.view(stored))
+                    finally:
+                        self._pool.give(buffer, "weights")
                 self.link.pass_through(piece.numel() * stored.itemsize)
 
             return run
@@ -292,6 +309,7 @@ class DiskStore(Store):
 
     def commit(self, facts: Mapping[str, Any], small: Mapping[str, Tensor]) -> None:
         """Everything is written before the manifest names it; replacing the manifest is the commit."""
+        self._dirty = False
         if self.durability == "none" and self._committed is not None:
             self._unwritten = (facts, small)
             return
@@ -315,8 +333,15 @@ class DiskStore(Store):
         self._write_manifest(manifest)
 
     def _write_manifest(self, manifest: Mapping[str, Any], **changes: Any) -> None:
-        manifest = {**manifest, **changes}
-        replace_small(self.system, self.path / "manifest.json", seal(manifest), sync=self._syncs)
+        """Replacing the file is the commit, even if what comes after it fails."""
+        manifest, path = {**manifest, **changes}, self.path / "manifest.json"
+        content = seal(manifest)
+        try:
+            replace_small(self.system, path, content, sync=self._syncs)
+        except StoreError:
+            if path.exists() and path.read_bytes() == content:
+                self._committed = manifest
+            raise
         self._committed = manifest
 
     def _small_path(self, number: int) -> Path:
@@ -341,7 +366,7 @@ class DiskStore(Store):
 
     def roll_back(self) -> Mapping[str, Any] | None:
         if self.durability == "none" or self._committed is None:
-            self._torn = True
+            self._torn = self._torn or self._dirty
             return None
         self.files.restore(self._committed["version"])
         return dict(self._committed["facts"])

@@ -79,7 +79,8 @@ class FileSystem:
 class File:
     """A file of known size, read and written by direct I/O where the file system offers it."""
 
-    def __init__(self, system: FileSystem, path: Path, nbytes: int, *, create: bool):
+    def __init__(self, system: FileSystem, path: Path, nbytes: int, *, create: bool, allocate: bool = True):
+        """Without `allocate` space that was given back stays so: for looking at a file only."""
         self.system, self.path = system, path
         try:
             self.descriptor = system.open(path, create=create, direct=True)
@@ -89,7 +90,7 @@ class File:
                 raise StoreError(
                     f"{path} has {size} bytes, expected {nbytes}: it was cut short; bring it back from a copy"
                 )
-            if nbytes:
+            if nbytes and allocate:
                 system.allocate(self.descriptor, nbytes)
         except OSError as error:
             raise StoreError(f"{path} cannot be {'made' if create else 'opened'}: {error.strerror or error}") from error
@@ -116,7 +117,10 @@ class File:
             moved += count
 
     def sync(self) -> None:
-        self.system.sync(self.descriptor)
+        try:
+            self.system.sync(self.descriptor)
+        except OSError as error:
+            raise StoreError(f"syncing {self.path} failed: {error.strerror or error}") from error
 
     def close(self) -> None:
         self.system.close(self.descriptor)
@@ -185,6 +189,9 @@ class Lock:
         self._descriptor: int | None = None
 
     def take(self) -> None:
+        """Once it is held, it may be taken again."""
+        if self._descriptor is not None:
+            return
         try:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
         except OSError as error:
@@ -213,7 +220,10 @@ class Lock:
         """Who has it, if anybody."""
         if fcntl is None or not self.path.exists():
             return None
-        descriptor = os.open(self.path, os.O_RDWR)
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY)
+        except OSError:
+            return None  # another user's: nothing is known of it
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return None

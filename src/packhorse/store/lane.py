@@ -10,18 +10,26 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from packhorse.errors import StoreError
+from packhorse.threads import use_threads
+
+URGENT, ORDINARY = 0, 1
+
 
 class Lane:
-    """Jobs in order of urgency, then of arrival."""
+    """Jobs in the order of their priority, the lowest first, then of arrival."""
 
     def __init__(self, name: str, num_threads: int):
-        self._jobs: queue.PriorityQueue[tuple[int, int, Callable[[], None] | None]] = queue.PriorityQueue()
+        self._jobs: queue.PriorityQueue[tuple[float, int, Callable[[], None] | None]] = queue.PriorityQueue()
         self._numbers = itertools.count()
+        self._closed = False
         self._threads = [threading.Thread(target=self._work, name=name, daemon=True) for _ in range(num_threads)]
         for thread in self._threads:
             thread.start()
 
-    def submit(self, job: Callable[[], Any], *, urgent: bool = False) -> "Future[Any]":
+    def submit(self, job: Callable[[], Any], *, priority: int = ORDINARY) -> "Future[Any]":
+        if self._closed:
+            raise StoreError("the store is closed: its trainer has ended; read what you need before")
         future: Future[Any] = Future()
 
         def run() -> None:
@@ -32,21 +40,26 @@ class Lane:
             else:
                 future.set_result(result)
 
-        self._jobs.put((0 if urgent else 1, next(self._numbers), run))
+        self._jobs.put((priority, next(self._numbers), run))
         return future
 
     def submit_all(self, jobs: list[Callable[[], Any]], result: Any, *, urgent: bool = False) -> "Future[Any]":
         """One future for several jobs."""
-        return gather([self.submit(job, urgent=urgent) for job in jobs], lambda: result)
+        priority = URGENT if urgent else ORDINARY
+        return gather([self.submit(job, priority=priority) for job in jobs], lambda: result)
 
     def close(self) -> None:
         """Finishes what was submitted."""
+        if self._closed:
+            return
+        self._closed = True
         for _ in self._threads:
-            self._jobs.put((2, next(self._numbers), None))
+            self._jobs.put((float("inf"), next(self._numbers), None))
         for thread in self._threads:
             thread.join()
 
     def _work(self) -> None:
+        use_threads(1)
         while True:
             job = self._jobs.get()[2]
             if job is None:
@@ -84,3 +97,9 @@ def gather(parts: Sequence["Future[Any]"], then: Callable[[], Any]) -> "Future[A
     for part in parts:
         part.add_done_callback(count)
     return whole
+
+
+def pass_on(target: "Future[Any]", source: "Future[Any]") -> None:
+    """What came of one future becomes what came of another."""
+    error = source.exception()
+    target.set_result(source.result()) if error is None else target.set_exception(error)

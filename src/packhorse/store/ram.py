@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from packhorse.errors import StoreError
 from packhorse.memory import Pool, map_bytes
 from packhorse.store.blocks import Block
 from packhorse.store.store import Link, Store, done, sleep_until
@@ -30,6 +31,8 @@ class RamStore(Store):
 
     def view(self, block: Block, kind: str) -> Tensor:
         """Untouched pages take no memory, so a kind counts from its first use on: optimizer states from the first update."""
+        if not self._memory:
+            raise StoreError("the store is closed: its trainer has ended; read what you need before")
         if (block.name, kind) not in self._touched:
             self._touched.add((block.name, kind))
             assert self._pool is not None

@@ -30,6 +30,7 @@ class _Kept:
     buffer: Tensor | None = None
     like: tuple[Any, ...] = ()
     dropped: bool = False
+    readers: int = 0
     arrive: Callable[[], Any] = lambda: None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -75,11 +76,11 @@ class Stash:
         self.ledger.add("disk", "stash", size)
 
         def written(future: "Future[Any]") -> None:
-            self._failure = self._failure or future.exception()
             with kept.lock:
+                if not kept.dropped:
+                    self._failure = self._failure or future.exception()
                 kept.tensor = kept.buffer = None
-                if kept.dropped:
-                    self._free[size].append(offset)
+                self._free_if_unused(kept)
             self.store.give_buffer(buffer, "stash")  # type: ignore[union-attr]
 
         self.store.move(self._file, buffer, offset, None, f"stashed {key}", True, False).add_done_callback(written)
@@ -100,9 +101,23 @@ class Stash:
         with kept.lock:
             if kept.tensor is not None:  # not written yet; a copy, since the buffer is given away when it is
                 return done(_shape(kept.buffer.clone(), kept.like))  # type: ignore[union-attr]
+            kept.readers += 1
         buffer = map_bytes(kept.nbytes)  # not the pool's: it lives as long as the tensor's users
         tensor = _shape(buffer, kept.like)
-        return self.store.move(self._file, buffer, kept.offset, tensor, f"stashed {key}", False, True)
+
+        def was_read(_: "Future[Any]") -> None:
+            with kept.lock:
+                kept.readers -= 1
+                self._free_if_unused(kept)
+
+        read = self.store.move(self._file, buffer, kept.offset, tensor, f"stashed {key}", False, True)
+        read.add_done_callback(was_read)
+        return read
+
+    def _free_if_unused(self, kept: _Kept) -> None:
+        """Its place may be written again when it is dropped, and neither written nor read any more."""
+        if kept.dropped and kept.buffer is None and not kept.readers:
+            self._free[kept.nbytes].append(kept.offset)
 
     def drop(self, key: Hashable) -> None:
         kept = self._kept.pop(key)
@@ -112,8 +127,7 @@ class Stash:
             return
         with kept.lock:
             kept.dropped = True
-            if kept.buffer is None:  # otherwise its place is free once it has been written
-                self._free[kept.nbytes].append(kept.offset)
+            self._free_if_unused(kept)
         self.ledger.add("disk", "stash", -kept.nbytes)
 
     def __contains__(self, key: Hashable) -> bool:
@@ -126,6 +140,7 @@ class Stash:
         """Forgets everything: the step is over, or has failed."""
         for key in list(self._kept):
             self.drop(key)
+        self._failure = None
 
     def close(self) -> None:
         if self._file is not None:

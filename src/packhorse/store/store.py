@@ -29,10 +29,41 @@ class Loan(Protocol):
         ...
 
 
+class Link:
+    """A transfer rate, shared by all that moves over it: slows a store down on purpose, to test what hides behind what."""
+
+    def __init__(self, bytes_per_second: float | None):
+        if bytes_per_second is not None and not bytes_per_second > 0:
+            raise PackhorseError(
+                f"bytes_per_second is {bytes_per_second}, expected a rate above 0, or None for full speed"
+            )
+        self.bytes_per_second = bytes_per_second
+        self._free_at = 0.0
+        self._lock = threading.Lock()
+
+    def reserve(self, nbytes: int) -> float:
+        """The time at which a transfer that is asked for now would be over."""
+        if self.bytes_per_second is None:
+            return 0.0
+        with self._lock:
+            self._free_at = max(self._free_at, time.perf_counter()) + nbytes / self.bytes_per_second
+            return self._free_at
+
+    def pass_through(self, nbytes: int) -> None:
+        """Returns when a transfer of so many bytes would be over."""
+        sleep_until(self.reserve(nbytes))
+
+
 class Store(ABC):
     """Blocks by name. A kind may have several versions: then a write never touches the one that reads see."""
 
     on_disk = False
+    versions = 1  # of every block
+    is_laid_out_anew = False  # opened with other blocks than it had
+    link = Link(None)  # at full speed
+
+    def claim(self) -> None:  # noqa: B027  # memory is nobody else's anyway
+        """From now on no other process may use it."""
 
     @abstractmethod
     def create(self, blocks: Sequence[Block], pool: Pool, header: Mapping[str, Any]) -> None:
@@ -87,31 +118,6 @@ class Store(ABC):
     def roll_back(self) -> Mapping[str, Any] | None:
         """After a failure: reads see the last committed version again. Returns its facts; None if there is none."""
         return None
-
-
-class Link:
-    """A transfer rate, shared by all that moves over it: slows a store down on purpose, to test what hides behind what."""
-
-    def __init__(self, bytes_per_second: float | None):
-        if bytes_per_second is not None and not bytes_per_second > 0:
-            raise PackhorseError(
-                f"bytes_per_second is {bytes_per_second}, expected a rate above 0, or None for full speed"
-            )
-        self.bytes_per_second = bytes_per_second
-        self._free_at = 0.0
-        self._lock = threading.Lock()
-
-    def reserve(self, nbytes: int) -> float:
-        """The time at which a transfer that is asked for now would be over."""
-        if self.bytes_per_second is None:
-            return 0.0
-        with self._lock:
-            self._free_at = max(self._free_at, time.perf_counter()) + nbytes / self.bytes_per_second
-            return self._free_at
-
-    def pass_through(self, nbytes: int) -> None:
-        """Returns when a transfer of so many bytes would be over."""
-        sleep_until(self.reserve(nbytes))
 
 
 def sleep_until(moment: float) -> None:

@@ -1,0 +1,383 @@
+"""Planned beside measured: memory, time, the order of alternatives, and whether `auto` finds the best of them.
+
+    python benchmarks/plan.py cases     # peak memory and seconds of a step, over models, strategies, stores and precisions
+    python benchmarks/plan.py auto      # `auto` beside every strategy and number of microbatches that fits
+    python benchmarks/plan.py search    # how long the search takes for 48 and 384 layers
+    python benchmarks/plan.py elsewhere # plans for machines one does not have
+
+Every case is a process of its own; the machine is measured anew first. `cases` and `elsewhere` also write their tables into
+docs/plan.md. Options: --only NAMES, --directory for stores, --steps.
+"""
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from results_file import save
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    rows: int
+    choices: dict[str, Any]
+    on_disk: bool = False
+    precision: str = "fp32"
+    optimizer: str = "AdamW"
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        chosen = " ".join(f"{k}={v}" for k, v in self.choices.items())
+        return f"{self.model} {self.rows} rows {self.precision} {'disk' if self.on_disk else 'RAM'} {chosen}"
+
+
+def relay(microbatches: int, **more: Any) -> dict[str, Any]:
+    return {"strategy": "relay", "microbatches": microbatches, **more}
+
+
+def resident(microbatches: int) -> dict[str, Any]:
+    return {"strategy": "resident", "microbatches": microbatches}
+
+
+CASES = [
+    Case("gpt-124m", 4, resident(4)),
+    Case("gpt-124m", 4, relay(4)),
+    Case("gpt-124m", 4, relay(2, memory="5GiB")),
+    Case("gpt-124m", 4, relay(4), on_disk=True),
+    Case("bert-110m", 8, resident(4)),
+    Case("bert-110m", 8, relay(2)),
+    Case("bert-110m", 8, relay(4), on_disk=True),
+    Case("resnet50", 16, resident(4)),
+    Case("resnet50", 16, relay(4)),
+    Case("resnet50", 16, relay(2), on_disk=True),
+    Case("unet", 4, resident(4)),
+    Case("unet", 4, relay(2)),
+    Case("unet", 4, relay(4), on_disk=True),
+    Case("mlp-270m", 256, resident(1)),
+    Case("mlp-270m", 256, relay(4)),
+    Case("mlp-270m", 256, relay(1), on_disk=True),
+    Case("gpt-10m", 8, relay(4), precision="bf16"),
+    Case("gpt-10m", 8, relay(2), on_disk=True, precision="bf16"),
+    Case("mlp-1b", 512, relay(2), on_disk=True),
+    Case("gpt2-xl", 4, relay(4, memory="2GiB"), on_disk=True),
+]
+
+
+def make_task(case: Case) -> tuple[Any, Any, Any]:
+    import torch
+
+    from packhorse.models import GPT, MLP, Bert, BertConfig, GPTConfig, ResNet50, UNet
+    from packhorse.models.zoo import classify, predict_tokens
+
+    rows = case.rows
+    with torch.device("meta"):
+        if case.model.startswith("gpt"):
+            sizes = {
+                "gpt-124m": (12, 12, 768, 512, 50257),
+                "gpt-10m": (6, 6, 384, 128, 512),
+                "gpt2-xl": (48, 25, 1600, 512, 50257),
+            }
+            config: Any = GPTConfig(*sizes[case.model])
+            model: Any = GPT(config)
+        elif case.model == "bert-110m":
+            config = BertConfig()
+            model = Bert(config)
+        elif case.model.startswith("mlp"):
+            width, depth = (4096, 16) if case.model == "mlp-270m" else (8192, 16)
+            model = MLP([width] * depth + [1000])
+        else:
+            model = {"resnet50": ResNet50, "unet": UNet}[case.model]()
+    torch.manual_seed(0)
+    if case.model.startswith(("gpt", "bert")):
+        tokens = torch.randint(config.vocabulary, (rows, config.context + 1))
+        return model, {"tokens": tokens[:, :-1], "targets": tokens[:, 1:].contiguous()}, predict_tokens
+    if case.model.startswith("mlp"):
+        return model, (torch.randn(rows, width), torch.randint(1000, (rows,))), classify
+    size = 224 if case.model == "resnet50" else 128
+    images = torch.randn(rows, 3, size, size)
+    if case.model == "unet":
+        return model, (images, torch.randint(2, (rows, size, size))), classify
+    return model, (images, torch.randint(1000, (rows,))), classify
+
+
+def measure(case: Case, directory: str, steps: int, results: Any) -> None:
+    """In a process of its own: plan, a step to warm up, then steps."""
+    import torch
+
+    import packhorse as ph
+    from packhorse.memory import peak_resident_bytes
+
+    model, batch, loss = make_task(case)
+    optimizer = getattr(torch.optim, case.optimizer)(model.parameters(), lr=1e-4)
+    started = time.perf_counter()
+    with ph.Trainer(
+        model,
+        optimizer,
+        batch,
+        loss=loss,
+        precision=case.precision,  # type: ignore[arg-type]
+        store=Path(directory) / "store" if case.on_disk else None,
+        **case.choices,
+    ) as trainer:
+        made = time.perf_counter() - started
+        seconds = []
+        for _ in range(steps + 1):
+            started = time.perf_counter()
+            trainer.step(batch)
+            seconds.append(time.perf_counter() - started)
+        planned, peak = trainer.plan.estimate, peak_resident_bytes()
+        measured = statistics.median(seconds[1:] or seconds)
+        results.put(
+            {
+                "parameters": sum(p.numel() for p in model.parameters()),
+                "planned_mb": round(planned.peak["host"] / 1e6),
+                "measured_mb": round(peak / 1e6),
+                "memory_error": round(planned.peak["host"] / peak - 1, 4),
+                "planned_seconds": round(planned.seconds, 3),
+                "measured_seconds": round(measured, 3),
+                "time_error": round(planned.seconds / measured - 1, 4),
+                "microbatches": trainer.plan.microbatches,
+                "graphs_kept": len(trainer.plan.kept),
+                "strategy": trainer.plan.strategy,
+                "seconds": [round(s, 3) for s in seconds],
+                "planned_kinds_mb": {k: round(n / 1e6) for k, n in planned.kinds["host"].items()},
+                "measured_kinds_mb": {k: round(n / 1e6) for k, n in trainer._ledger.at_peak["host"].items()},
+                "planned_busy": {k: round(n, 3) for k, n in planned.busy.items()},
+                "seconds_to_make": round(made, 2),
+            }
+        )
+
+
+def run(case: Case, options: argparse.Namespace) -> dict[str, Any]:
+    context = multiprocessing.get_context("spawn")
+    directory = tempfile.mkdtemp(dir=options.directory)
+    results = context.SimpleQueue()
+    steps = 1 if case.model in ("gpt2-xl", "mlp-1b") else options.steps
+    child = context.Process(target=measure, args=(case, directory, steps, results))
+    child.start()
+    child.join()
+    shutil.rmtree(directory)
+    if child.exitcode:
+        return {"failed": child.exitcode}
+    found: dict[str, Any] = results.get()
+    print(
+        f"{case.name}: memory {found['planned_mb']} planned, {found['measured_mb']} MB ({found['memory_error']:+.1%}); time "
+        f"{found['planned_seconds']} planned, {found['measured_seconds']} s ({found['time_error']:+.1%})",
+        flush=True,
+    )
+    return found
+
+
+def compare_order(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Pairs of alternatives for one model and batch whose times differ by more than 15 %: is the planned order theirs?"""
+    right, wrong = 0, []
+    for (a, x), (b, y) in itertools.combinations(found.items(), 2):
+        if a.split()[:3] != b.split()[:3] or "failed" in x or "failed" in y:
+            continue
+        longer, shorter = (
+            max(x["measured_seconds"], y["measured_seconds"]),
+            min(x["measured_seconds"], y["measured_seconds"]),
+        )
+        if longer <= 1.15 * shorter:
+            continue
+        same = (x["planned_seconds"] < y["planned_seconds"]) == (x["measured_seconds"] < y["measured_seconds"])
+        right += same
+        wrong += [] if same else [[a, b]]
+    return {"pairs": right + len(wrong), "right": right, "wrong": wrong}
+
+
+def measure_auto(options: argparse.Namespace) -> dict[str, Any]:
+    """Each case as `auto` plans it, and every strategy with every number of microbatches, as far as they fit."""
+    cases: list[tuple[str, int, bool, dict[str, Any]]] = [
+        ("gpt-124m", 4, False, {"memory": "6GiB"}),
+        ("gpt-124m", 4, True, {"memory": "3GiB"}),
+        ("bert-110m", 8, False, {"memory": "5GiB"}),
+        ("resnet50", 16, False, {"memory": "3GiB"}),
+        ("unet", 4, False, {"memory": "3GiB"}),
+        ("mlp-270m", 256, False, {"memory": "6GiB"}),
+    ]
+    results: dict[str, Any] = {}
+    for model, rows, on_disk, budget in cases:
+        if options.only and model not in options.only:
+            continue
+        tried = {"auto": run(Case(model, rows, {"strategy": "auto", **budget}, on_disk), options)}
+        for strategy in ("relay",) if on_disk else ("resident", "relay"):
+            for count in [1 << i for i in range(rows.bit_length()) if 1 << i <= min(rows, 16)]:
+                choices = {"strategy": strategy, "microbatches": count, **budget}
+                tried[f"{strategy} {count}"] = run(Case(model, rows, choices, on_disk), options)
+        seconds = {name: found["measured_seconds"] for name, found in tried.items() if "failed" not in found}
+        best = min(seconds, key=lambda name: seconds[name])
+        chosen = tried["auto"]
+        place = f"{model} {rows} rows {'disk' if on_disk else 'RAM'} {budget['memory']}"
+        results[place] = {
+            "auto": f"{chosen['strategy']} {chosen['microbatches']}, {chosen['graphs_kept']} graphs kept",
+            "best": best,
+            "auto / best": round(seconds["auto"] / seconds[best], 3),
+            "seconds": seconds,
+        }
+        print(place, results[place], flush=True)
+    return results
+
+
+def plan_elsewhere() -> dict[str, Any]:
+    """What `packhorse plan` says of the papers' machine, by its own command line."""
+    commands = {
+        "BERT-Large, 512 tokens a row, fp16, AdamW, over the batch": (
+            "bert-large --machine v100-16gb --precision fp16 --sweep batch"
+        ),
+        "GPT of width 1024, 1024 tokens a row, fp16, AdamW, 16 rows, over the depth": (
+            "gpt2-medium --machine v100-16gb --precision fp16 --batch 16 --sweep depth"
+        ),
+        "50 B parameters, fp16, 16 rows, AdamW": "gpt-50b --machine v100-16gb --precision fp16 --batch 16 --ram",
+        "50 B parameters, fp16, 16 rows, AdamW on disk": "gpt-50b --machine v100-16gb --precision fp16 --batch 16 --disk",
+        "50 B parameters, fp16, 16 rows, SGD with momentum": (
+            "gpt-50b --machine v100-16gb --precision fp16 --batch 16 --ram --optimizer sgd"
+        ),
+        "50 B parameters, fp16, 16 rows, Adafactor": (
+            "gpt-50b --machine v100-16gb --precision fp16 --batch 16 --ram --optimizer adafactor"
+        ),
+    }
+    results: dict[str, Any] = {}
+    for title, arguments in commands.items():
+        command = [sys.executable, "-m", "packhorse", "plan", *arguments.split(), "--json"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        plans = json.loads(done.stdout) if done.returncode == 0 else {"refused": done.stderr.strip()}
+        results[title] = {
+            "command": f"packhorse plan {arguments}",
+            "plans": plans if isinstance(plans, list) else [plans],
+        }
+        print(title, done.returncode, done.stderr[-300:], flush=True)
+    return results
+
+
+def describe_elsewhere(results: dict[str, Any]) -> list[str]:
+    lines: list[str] = []
+    for title, found in results.items():
+        lines += [f"**{title}** (`{found['command']}`)", ""]
+        sweep = next((k for k in ("batch", "depth") if k in found["plans"][0]), "")
+        columns = (
+            "how",
+            "device",
+            "host",
+            "disk",
+            "a step",
+            "rows/s",
+            "waits most for",
+            "plain: device",
+            "plain: rows/s",
+        )
+        lines.append(f"| {sweep or 'rows'} | {' | '.join(columns)} |")
+        lines.append("|" + "---|" * 10)
+        for plan in found["plans"]:
+            point = plan.get(sweep) or plan.get("batch_rows", "")
+            if "refused" in plan:
+                lines.append(f"| {point} | refused: {plan['refused']} |" + " |" * 8)
+                continue
+            taken, plain = plan["estimate"], plan["plain"]
+            peak = taken["peak"]
+            fits = plain["peak"]["device"] <= 16e9
+            kept = f", {len(plan['kept'])} graphs kept" if plan["kept"] else ""
+            cells = [
+                point,
+                f"{plan['strategy']}, {plan['microbatches']} microbatches{kept}",
+                *(f"{peak[tier] / 1e9:.1f} GB" if tier in peak else "" for tier in ("device", "host", "disk")),
+                f"{taken['seconds']:.2f} s",
+                f"{plan['batch_rows'] / taken['seconds']:.2f}",
+                taken["bottleneck"],
+                f"{plain['peak']['device'] / 1e9:.1f} GB",
+                f"{plan['batch_rows'] / plain['seconds']:.2f}" if fits else "does not fit",
+            ]
+            lines.append(f"| {' | '.join(str(cell) for cell in cells)} |")
+        lines.append("")
+    return lines
+
+
+def describe_cases(results: dict[str, Any]) -> list[str]:
+    lines = [
+        "| case | memory planned | measured | off | step planned | measured | off |",
+        "|" + "---|" * 7,
+    ]
+    for name, found in results.items():
+        if "failed" in found or name == "order":
+            continue
+        lines.append(
+            f"| {name} | {found['planned_mb']} MB | {found['measured_mb']} MB | {found['memory_error']:+.1%} | "
+            f"{found['planned_seconds']:.2f} s | {found['measured_seconds']:.2f} s | {found['time_error']:+.0%} |"
+        )
+    order = results["order"]
+    return [
+        *lines,
+        "",
+        f"Order of alternatives whose times differ by more than 15 %: {order['right']} of {order['pairs']} pairs right.",
+    ]
+
+
+def publish(mark: str, lines: list[str]) -> None:
+    """Puts a table between its marks in docs/plan.md."""
+    page = Path(__file__).parent.parent / "docs" / "plan.md"
+    before, rest = page.read_text().split(f"<!-- {mark} -->")
+    after = rest.split(f"<!-- end of {mark} -->")[1]
+    page.write_text("\n".join([f"{before}<!-- {mark} -->", "", *lines, "", f"<!-- end of {mark} -->{after}"]))
+
+
+def measure_search() -> dict[str, Any]:
+    import packhorse as ph
+    from packhorse.models import load_task
+
+    results = {}
+    for layers in (48, 384):
+        for machine in ("laptop", "v100-16gb"):
+            task = load_task("gpt2", rows=64, layers=layers)
+            graph = ph.capture(task.model, task.example, task.loss)
+            started = time.perf_counter()
+            try:
+                text = str(ph.make_plan(graph, machine, memory="12GB"))
+            except ph.BudgetError as error:
+                text = str(error)
+            results[f"{layers} layers, {machine}"] = {"seconds": round(time.perf_counter() - started, 2), "plan": text}
+            print(layers, machine, results[f"{layers} layers, {machine}"], flush=True)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("question", choices=["cases", "auto", "search", "elsewhere"])
+    parser.add_argument("--only", nargs="*", help="models, by name")
+    parser.add_argument("--directory", help="where stores go")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--name", help="of the result file")
+    options = parser.parse_args()
+    if options.question == "search":
+        results: dict[str, Any] = measure_search()
+    elif options.question == "elsewhere":
+        results = plan_elsewhere()
+        publish("elsewhere", describe_elsewhere(results))
+    else:
+        import packhorse as ph
+
+        machine = ph.Machine.probe(options.directory, fresh=True)
+        print(machine.matmul, machine.kernels, machine.bandwidth, flush=True)
+        if options.question == "auto":
+            results = measure_auto(options)
+        else:
+            results = {c.name: run(c, options) for c in CASES if not options.only or c.model in options.only}
+            results["order"] = compare_order(results)
+            print(results["order"])
+            if not options.only:
+                publish("cases", describe_cases(results))
+    save(options.name or f"plan_{options.question}", results)
+
+
+if __name__ == "__main__":
+    main()

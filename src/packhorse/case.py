@@ -1,0 +1,150 @@
+"""A case: what is to be trained and where it lives, whatever the plan; and what its parts take.
+
+In: a partition, a layout, a precision, the process so far. Out: `Case`: bytes and seconds of each segment, worked out once for
+all twins. `estimate` walks lists of actions with it, `search` compares them.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from packhorse.graph import Size
+from packhorse.layout import Layout
+from packhorse.machine import Machine
+from packhorse.partition import Footprint, Partition, Segment, find_footprint
+from packhorse.precision import Cast, Precision
+from packhorse.price import Price, price_node
+from packhorse.store import GRADIENT, MASTER, Block
+
+
+@dataclass(frozen=True)
+class Case:
+    partition: Partition
+    layout: Layout
+    batch_rows: int
+    precision: Precision
+    update: str
+    on_disk: bool
+    base_bytes: int  # of the process before training, without the model's own tensors
+    model_bytes: int = 0  # those, given back when the store is filled
+    versions: int = 1  # of each block on disk
+    is_slowed: bool = False  # a store in RAM that is slowed down as if it were behind a link
+    casts: tuple[Cast, ...] = ()
+
+    # -- parameters
+
+    @cached_property
+    def weights(self) -> dict[int, int]:
+        """Bytes a segment's FETCH brings, in working precision."""
+        return {s.index: self.fetch_bytes(s) for s in self.partition.segments}
+
+    @cached_property
+    def copies(self) -> dict[int, int]:
+        """Of those, what takes host memory beside the store's own: all from disk, from RAM what is cast."""
+        return {
+            s: sum(b.working_nbytes for b in blocks if self.on_disk or b.is_cast)
+            for s, blocks in enumerate(self.blocks)
+        }
+
+    def fetch_bytes(self, segment: Segment) -> int:
+        return sum(block.working_nbytes for block in self.layout.blocks_of(segment))
+
+    @cached_property
+    def blocks(self) -> list[list[Block]]:
+        """What each segment reads."""
+        return [self.layout.blocks_of(s) for s in self.partition.segments]
+
+    @cached_property
+    def homes(self) -> dict[int, list[Block]]:
+        """Segment -> the blocks that are updated after its backward."""
+        homes: dict[int, list[Block]] = defaultdict(list)
+        for block in self.layout.blocks:
+            home = self.layout.home(block)
+            if home is not None:
+                homes[home].append(block)
+        return homes
+
+    @cached_property
+    def gradient_bytes(self) -> list[int]:
+        """What the sums of each segment's gradients take."""
+        return [sum(master_bytes(b) for b in blocks if self.layout.home(b) is not None) for blocks in self.blocks]
+
+    @property
+    def state_bytes(self) -> int:
+        """Masters and optimizer states."""
+        return sum(block.all_nbytes for block in self.layout.blocks)
+
+    @property
+    def disk_bytes(self) -> int:
+        """What a store on disk takes, with all versions."""
+        kinds = [(block, kind) for block in self.layout.blocks for kind in block.kinds]
+        return sum(b.nbytes(kind) * (1 if kind == GRADIENT else self.versions) for b, kind in kinds)
+
+    # -- values that cross cuts
+
+    @cached_property
+    def value_bytes(self) -> dict[str, tuple[int, bool]]:
+        """Bytes of each value that crosses a cut, at the example's rows, and whether they grow with the rows."""
+        crossing = {name for s in self.partition.segments for name in s.outputs}
+        return {
+            v.name: (v.nbytes, any(isinstance(size, Size) for size in v.type.shape))
+            for v in self.partition.graph.values
+            if v.name in crossing and v.kind == "node"
+        }
+
+    @cached_property
+    def crossing(self) -> list[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]]:
+        """For each segment the values it stashes, those it restores, and those it makes gradients of."""
+        segments = self.partition.segments
+        used = {name for s in segments for name in s.inputs}
+        found = []
+        for s in segments:
+            inputs = tuple(n for n in s.inputs if n in self.value_bytes)
+            gradients = tuple(n for n in inputs if n in s.differentiable_inputs)
+            found.append((tuple(n for n in s.outputs if n in used), inputs, gradients))
+        return found
+
+    def bytes_of(self, name: str, rows: int) -> int:
+        nbytes, grows = self.value_bytes[name]
+        return nbytes * rows // self.partition.graph.batch.rows if grows else nbytes
+
+    # -- running a segment
+
+    @cached_property
+    def _footprints(self) -> dict[tuple[int, int], Footprint]:
+        return {}
+
+    def footprint(self, s: int, rows: int) -> Footprint:
+        segment = self.partition.segments[s]
+        key = (id(segment.code), rows)
+        if key not in self._footprints:
+            self._footprints[key] = find_footprint(segment, rows)
+        return self._footprints[key]
+
+    @cached_property
+    def _prices(self) -> dict[tuple[int, int, str], Price]:
+        return {}
+
+    def price(self, s: int, rows: int, machine: Machine) -> Price:
+        """Forward and backward of a segment, in seconds."""
+        segment = self.partition.segments[s]
+        key = (id(segment.code), rows, machine.name)
+        if key not in self._prices:
+            share = rows / segment.graph.batch.rows
+            prices = [price_node(segment.graph, node, machine, share) for node in segment.nodes]
+            self._prices[key] = Price(sum(p.forward for p in prices), sum(p.backward for p in prices))
+        return self._prices[key]
+
+
+def master_bytes(block: Block) -> int:
+    return block.numel * block.kinds[MASTER].itemsize
+
+
+def count_uses(segments: Mapping[int, int], crossing: list[tuple[tuple[str, ...], ...]]) -> dict[str, int]:
+    """How often each value is read, given how often each segment runs forward."""
+    uses: dict[str, int] = defaultdict(int)
+    for s, times in segments.items():
+        for name in crossing[s][1]:
+            uses[name] += times
+    return uses

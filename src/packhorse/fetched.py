@@ -1,0 +1,77 @@
+"""What a FETCH started: the blocks of a segment, borrowed from the store and brought to the device.
+
+In: blocks, and the updates of them that are still under way. Out: parameters and buffers by name, once they are there.
+"""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from packhorse.device import Arrival, Device
+from packhorse.partition import Segment
+from packhorse.store import MASTER, Block, Loan, Store
+from packhorse.store.lane import pass_on
+
+
+class Fetched:
+    """The parameters and buffers of a segment, on their way to the device or there."""
+
+    def __init__(
+        self,
+        store: Store,
+        device: Device,
+        blocks: Sequence[Block],
+        segment: Segment,
+        trainable: set[str],
+        pending: Mapping[str, "Future[Any]"],
+    ):
+        self.store, self.device, self.blocks = store, device, blocks
+        self.names = {*segment.parameters, *segment.buffers}
+        self.trainable = trainable
+        self.loans: list[Loan] = []
+        self.arrivals = [self._start(block, pending.get(block.name)) for block in blocks]
+        self.tensors: dict[str, Tensor] | None = None
+
+    def _start(self, block: Block, update: "Future[Any] | None") -> Arrival:
+        """Borrows a block as soon as its update, if one is under way, is done."""
+        host: Future[Tensor] = Future()
+
+        def borrow(finished: "Future[Any] | None") -> None:
+            failure = finished.exception() if finished is not None else None
+            if failure is not None:
+                host.set_exception(failure)
+                return
+            try:
+                loan = self.store.borrow(block, MASTER, urgent=True, dtype=block.working)
+            except BaseException as error:  # called when an update ends, where nobody else would hear of it
+                host.set_exception(error)
+                return
+            self.loans.append(loan)
+            loan.ready.add_done_callback(partial(pass_on, host))
+
+        borrow(None) if update is None else update.add_done_callback(borrow)
+        return Arrival(self.device, host)
+
+    def wait(self) -> dict[str, Tensor]:
+        if self.tensors is None:
+            self.tensors = {}
+            for block, arrival in zip(self.blocks, self.arrivals, strict=True):
+                flat = arrival.wait()
+                for slot in block.slots:
+                    if slot.name in self.names:
+                        view = slot.view(flat).detach()
+                        self.tensors[slot.name] = view.requires_grad_(slot.name in self.trainable)
+        return self.tensors
+
+    def release(self) -> None:
+        """What is still under way must end before its buffers serve another."""
+        self.tensors = None
+        for arrival in self.arrivals:
+            flat = arrival.wait_on_host()
+            if flat is not None:
+                self.device.release(flat)
+        for loan in self.loans:
+            loan.give_back()

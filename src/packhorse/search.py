@@ -1,0 +1,397 @@
+"""The search for a plan: candidates are lists of actions, each is estimated, and the fastest that fits is taken.
+
+In: a graph, what the user fixed, a budget, a machine, and a way to make a `Case` of a partition. Out: the case and its `Plan`,
+with the reasons; or a refusal that names the smallest budget that works and the cheapest change that makes it fit.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from packhorse.case import Case
+from packhorse.errors import BudgetError, PackhorseError
+from packhorse.estimate import MOST_MICROBATCHES, Choices, Estimate, estimate, estimate_plain
+from packhorse.graph import Graph
+from packhorse.layout import make_layout
+from packhorse.machine import Machine, find_machine, free_bytes
+from packhorse.memory import TYPICAL, Memory, Tier, read_budget, resident_bytes
+from packhorse.optimizer import Stepper
+from packhorse.partition import Partition, find_places, partition
+from packhorse.plan import Plan, Strategy, find_fingerprint, read_plan
+from packhorse.units import format_bytes, format_seconds
+
+UNLIMITED = 1 << 62
+MOST_WAITING = 4  # updates that may wait for the disk
+EQUAL = 0.99  # a plan must beat another by that to be preferred to one that was tried before
+
+CaseOf = Callable[[Partition], Case]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the user fixed; None: to be chosen."""
+
+    strategy: str = "auto"
+    microbatches: int | None = None
+    cuts: tuple[int, ...] | None = None
+    kept: frozenset[int] | None = None
+    prefetch_bytes: int | None = None
+    updates_ahead: int | None = None
+    stash_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.strategy == "pipeline":
+            raise PackhorseError(
+                "strategy='pipeline' needs several processes, which this version does not run; use 'relay'"
+            )
+        if self.strategy not in ("auto", "resident", "relay"):
+            raise PackhorseError(f"strategy is {self.strategy!r}, expected 'auto', 'resident', 'relay' or 'pipeline'")
+        count = self.microbatches
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise PackhorseError(f"microbatches is {count!r}, expected a number of at least 1")
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Wish":
+        """What a plan pins."""
+        return cls(**{name: getattr(plan, name) for name in plan.pinned})
+
+
+def choose(graph: Graph, case_of: CaseOf, wish: Wish, memory: Memory, machine: Machine) -> tuple[Case, Plan]:
+    """The fastest plan that fits. Without a budget a relay keeps nothing it need not keep."""
+    tried: list[tuple[Case, Plan]] = []
+    for part in _partitions(graph, wish):
+        case = case_of(part)
+        search = _Search(case, wish, machine, _find_limits(case, memory, machine), _has_budget(memory))
+        found = search.run()
+        if found is not None:
+            plain, count = search.estimate_plain()
+            found = replace(found, plain=plain, plain_microbatches=count)
+            return case, replace(found, reasons=search.explain(found))
+        assert search.least is not None
+        tried.append((case, search.least))
+    case, least = min(tried, key=lambda pair: _excess(pair[1].estimate, _find_limits(pair[0], memory, machine)))
+    raise BudgetError(_refuse(graph, case_of, case, least, wish, memory, machine))
+
+
+def _has_budget(memory: Memory) -> bool:
+    return any(memory.limit(tier) is not None for tier in ("host", "device"))
+
+
+def _find_limits(case: Case, memory: Memory, machine: Machine) -> dict[Tier, int]:
+    limits: dict[Tier, int] = {}
+    for tier, there in machine.memory.items():
+        limit = memory.limit(tier)
+        if limit is None:
+            limit = case.base_bytes + case.model_bytes + free_bytes(machine) if tier == "host" else there
+        limits[tier] = limit
+    return limits
+
+
+def _partitions(graph: Graph, wish: Wish) -> Iterator[Partition]:
+    """The repeated blocks; if they do not fit, cuts wherever they are legal."""
+    if wish.cuts is not None:
+        places = {place.index: place for place in find_places(graph) if place.legal}
+        for index in wish.cuts:
+            if index not in places:
+                raise PackhorseError(f"the plan cuts before node {index}, where {graph.name} cannot be cut")
+        yield Partition(graph, tuple(places[index] for index in sorted(wish.cuts)))
+        return
+    yield partition(graph)
+    yield partition(graph, "finest")
+
+
+@dataclass
+class _Search:
+    case: Case
+    wish: Wish
+    machine: Machine
+    limits: Mapping[Tier, int]
+    has_budget: bool
+    least: Plan | None = None  # the one that comes closest to fitting
+    refused: list[Plan] = field(default_factory=list)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return find_fingerprint(self.case.partition.graph)
+
+    def run(self) -> Plan | None:
+        best: Plan | None = None
+        for plan in self._candidates():
+            if not self._fits(plan):
+                self.refused.append(plan)
+                if self.least is None or self._excess(plan) < self._excess(self.least):
+                    self.least = plan
+                continue
+            if self.has_budget or self.wish.strategy == "auto":
+                plan = self._spend(plan)
+            plan = self._let_updates_wait(plan)
+            if best is None or plan.estimate.seconds < EQUAL * best.estimate.seconds:
+                best = plan
+        return best
+
+    def _candidates(self) -> Iterator[Plan]:
+        case, wish = self.case, self.wish
+        counts = [min(wish.microbatches, case.batch_rows)] if wish.microbatches else _halvings(case.batch_rows)
+        both = ("relay",) if case.on_disk else ("resident", "relay")
+        for strategy in both if wish.strategy == "auto" else (wish.strategy,):
+            for count in counts:
+                plan = self._make(strategy, count)
+                yield plan
+                if strategy == "relay" and not self._fits(plan) and wish.prefetch_bytes is None:
+                    yield self._price(replace(plan, prefetch_bytes=0))
+
+    def _make(self, strategy: str, microbatches: int) -> Plan:
+        case, wish = self.case, self.wish
+        plan = Plan(
+            case.partition.graph.name,
+            self.fingerprint,
+            self.machine.name,
+            strategy,
+            microbatches,
+            case.batch_rows,
+            math.ceil(case.batch_rows / microbatches),
+            tuple(place.index for place in case.partition.cuts),
+            case.layout.differentiable,
+            case.precision,
+            case.update,
+            case.on_disk,
+            parks=case.layout.parks(),
+            casts=case.casts,
+            state_bytes=case.state_bytes,
+            kept=wish.kept or frozenset(),
+            prefetch_bytes=_two_largest_neighbours(case.weights)
+            if wish.prefetch_bytes is None
+            else wish.prefetch_bytes,
+            updates_ahead=wish.updates_ahead or 1,
+            stash_bytes=(0 if case.on_disk else UNLIMITED) if wish.stash_bytes is None else wish.stash_bytes,
+        )
+        return self._price(plan)
+
+    def _price(self, plan: Plan) -> Plan:
+        walked = min(plan.microbatches, MOST_MICROBATCHES)
+        actions = plan.actions(walked, self.case.weights)
+        resident = plan.strategy == "resident"
+        choices = Choices(
+            plan.rows, plan.microbatches / walked, resident, plan.kept, plan.stash_bytes, plan.updates_ahead
+        )
+        return replace(plan, estimate=estimate(self.case, actions, self.machine, choices))
+
+    def _fits(self, plan: Plan) -> bool:
+        return self._excess(plan) <= 0
+
+    def _excess(self, plan: Plan) -> int:
+        return _excess(plan.estimate, self.limits)
+
+    def _spend(self, plan: Plan) -> Plan:
+        """What the budget leaves goes to kept graphs, from the last segment on, and then to the stash."""
+        if plan.strategy == "resident":
+            return plan
+        best = plan
+        if self.wish.kept is None:
+            order = sorted(self.case.layout.differentiable, reverse=True)[1:]
+            fewest, most = 0, len(order)
+            while fewest < most:
+                count = (fewest + most + 1) // 2
+                tried = self._price(replace(plan, kept=frozenset(order[:count])))
+                if self._fits(tried):
+                    fewest, best = count, tried
+                else:
+                    most = count - 1
+        if self.case.on_disk and self.wish.stash_bytes is None:
+            left = self.limits["host"] - best.estimate.peak["host"]
+            tried = self._price(replace(best, stash_bytes=max(left, 0)))
+            best = tried if self._fits(tried) else best
+        return best if best.estimate.seconds <= plan.estimate.seconds else plan
+
+    def _let_updates_wait(self, plan: Plan) -> Plan:
+        """Where the disk is slow, more updates may wait for forward, which leaves it idle; their gradients take memory."""
+        if plan.strategy == "resident" or self.wish.updates_ahead is not None:
+            return plan
+        tried = self._price(replace(plan, updates_ahead=MOST_WAITING))
+        return tried if self._fits(tried) and tried.estimate.seconds < EQUAL * plan.estimate.seconds else plan
+
+    # -- why
+
+    def estimate_plain(self) -> tuple[Estimate, int]:
+        """The ordinary loop with the fewest microbatches that fit, or, if none do, with one row each."""
+        for count in _halvings(self.case.batch_rows):
+            found = estimate_plain(self.case, self.machine, count)
+            if _excess(found, self.limits) <= 0:
+                break
+        return found, count
+
+    def explain(self, plan: Plan) -> tuple[str, ...]:
+        """Why this plan, and what would make it faster."""
+        case, found = self.case, plan.estimate
+        tier = "device" if "device" in found.peak else "host"
+        reasons = []
+        needed, there = plan.plain.peak[tier], self.limits[tier]
+        reasons.append(
+            f"plain PyTorch would take {format_bytes(needed)} of {tier} memory "
+            + (f"and {format_seconds(plan.plain.seconds)} a step " if needed <= there else "")
+            + f"with {plan.plain_microbatches} microbatches"
+            + (f"; there are {format_bytes(there)}" if needed > there else "")
+        )
+        fewer = [p for p in self.refused if p.strategy == plan.strategy and p.microbatches < plan.microbatches]
+        if fewer:
+            closest = max(fewer, key=lambda p: p.microbatches)
+            scarce = _scarcest(closest.estimate, self.limits)
+            more = format_bytes(closest.estimate.peak[scarce])
+            reasons.append(f"{closest.microbatches} microbatches would take {more} of {scarce} memory")
+        if plan.kept:
+            all_kept = len(plan.kept) >= len(case.layout.differentiable) - 1
+            reasons.append(
+                "all graphs are kept from forward to backward: there is room"
+                if all_kept
+                else f"graphs of {len(plan.kept)} segments are kept, the others computed again: there is room for no more"
+            )
+        if found.bottleneck != "compute":
+            reasons.append(f"a step waits most for {found.bottleneck}; more rows a step would hide it")
+        if plan.strategy == "relay" and found.bottleneck == "compute":
+            faster = self._with_all_graphs(plan)
+            if faster is not None:
+                reasons.append(
+                    f"with {format_bytes(faster.peak[tier])} of {tier} memory all graphs could be kept: "
+                    f"{format_seconds(faster.seconds)} a step"
+                )
+        return tuple(reasons)
+
+    def _with_all_graphs(self, plan: Plan) -> Estimate | None:
+        everything = frozenset(sorted(self.case.layout.differentiable)[:-1])
+        if plan.kept == everything:
+            return None
+        found = self._price(replace(plan, kept=everything)).estimate
+        return found if found.seconds < 0.95 * plan.estimate.seconds else None
+
+
+def _excess(found: Estimate, limits: Mapping[Tier, int]) -> int:
+    return max(found.peak.get(tier, 0) - limit for tier, limit in limits.items())
+
+
+def _scarcest(found: Estimate, limits: Mapping[Tier, int]) -> Tier:
+    return max(limits, key=lambda tier: found.peak.get(tier, 0) - limits[tier])
+
+
+def _halvings(rows: int) -> list[int]:
+    """1, 2, 4, ... microbatches, and at last one row each."""
+    return [*(1 << i for i in range(rows.bit_length()) if 1 << i < rows), rows]
+
+
+def _two_largest_neighbours(sizes: Mapping[int, int]) -> int:
+    return max(sizes[s] + sizes.get(s + 1, 0) for s in sizes)
+
+
+# -- refusing
+
+
+def _refuse(
+    graph: Graph, case_of: CaseOf, case: Case, least: Plan, wish: Wish, memory: Memory, machine: Machine
+) -> str:
+    limits = _find_limits(case, memory, machine)
+    tier = _scarcest(least.estimate, limits)
+    kinds = least.estimate.kinds[tier]
+    kind = max(kinds, key=lambda k: kinds[k])
+    there = f"{tier} memory" if memory.limit(tier) is not None else f"the {tier} memory there is"
+    needed = f"the smallest budget that works is {format_bytes(least.estimate.peak[tier])}"
+    if memory.limit(tier) is None:
+        needed = f"it takes at least {format_bytes(least.estimate.peak[tier])}"
+    if tier == "host" and limits[tier] < case.base_bytes:
+        needed = f"this process alone has {format_bytes(case.base_bytes)} before any training, {needed}"
+    changes = []
+    if wish.microbatches is not None and wish.microbatches < case.batch_rows:
+        count = _first_that_fits(case, replace(wish, microbatches=None), machine, limits)
+        if count is not None:
+            changes.append(f"allow {count.microbatches} microbatches")
+    if wish.strategy == "resident":
+        found = _first_that_fits(case, replace(wish, strategy="relay"), machine, limits)
+        if found is not None:
+            changes.append("use strategy='relay'")
+    if not case.on_disk and not changes:
+        found = _first_that_fits(replace(case, on_disk=True), replace(wish, strategy="relay"), machine, limits)
+        if found is not None:
+            changes.append("give store=DIRECTORY to keep the model on disk")
+    if not changes:
+        changes.append("give it more memory" if memory.limit(tier) is not None else "take a larger machine")
+    return (
+        f"{graph.name} does not fit {there}, {format_bytes(limits[tier])}: {needed} ({least.strategy}, {least.microbatches} "
+        f"microbatches), most of it for {kind}; the cheapest change: {', or '.join(changes)}"
+    )
+
+
+def _first_that_fits(case: Case, wish: Wish, machine: Machine, limits: Mapping[Tier, int]) -> Plan | None:
+    return _Search(case, wish, machine, limits, has_budget=False).run()
+
+
+# -- without a trainer
+
+
+def make_plan(
+    graph: Graph,
+    machine: Machine | str | Path | None = None,
+    *,
+    memory: int | str | Memory | None = None,
+    strategy: Strategy = "auto",
+    microbatches: int | None = None,
+    on_disk: bool | None = None,
+    durability: str = "process",
+    update: Literal["eager", "deferred"] = "eager",
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = torch.optim.AdamW,
+    plan: Plan | str | Path | None = None,
+) -> Plan:
+    """How a captured model would be trained on a machine, here or elsewhere. Needs neither its memory nor the machine.
+
+    `on_disk` says where the model lives; None: in host memory if it fits there, else on disk. What `plan`, an earlier plan or
+    its file, pins is respected.
+    """
+    machine = find_machine(machine)
+    outline = _Outline(graph)
+    stepper = Stepper(optimizer([p for _, p in outline.named_parameters()]), outline)  # type: ignore[arg-type]
+    wish = Wish(strategy, microbatches)
+    if plan is not None:
+        plan = read_plan(plan, graph)
+        wish, on_disk = Wish.of(plan), plan.on_disk
+
+    def case_of(part: Partition, on_disk: bool) -> Case:
+        deferred = update == "deferred" or graph.precision == "fp16"
+        return Case(
+            part,
+            make_layout(outline, part, stepper, on_disk=on_disk, deferred=deferred),  # type: ignore[arg-type]
+            graph.batch.rows,
+            graph.precision,
+            "deferred" if deferred else "eager",
+            on_disk,
+            resident_bytes() if machine.is_here else TYPICAL,
+            versions=1 if durability == "none" else 2,
+        )
+
+    budget = read_budget(memory, machine.device)
+    search = partial(choose, graph, wish=wish, memory=budget, machine=machine)
+    if on_disk is not None:
+        return search(partial(case_of, on_disk=on_disk))[1]
+    with contextlib.suppress(BudgetError):
+        return search(partial(case_of, on_disk=False))[1]
+    return search(partial(case_of, on_disk=True))[1]
+
+
+class _Outline:
+    """A model of which only the graph is there: its parameters and buffers by name, without values."""
+
+    def __init__(self, graph: Graph):
+        self._parameters = {
+            name: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.trainable)
+            for name, p in graph.parameters.items()
+        }
+        self._buffers = {n: torch.empty(b.shape, dtype=b.dtype, device="meta") for n, b in graph.buffers.items()}
+
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        return self._parameters.items()
+
+    def named_buffers(self) -> Iterable[tuple[str, Tensor]]:
+        return self._buffers.items()
