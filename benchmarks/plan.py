@@ -5,8 +5,8 @@
     python benchmarks/plan.py search    # how long the search takes for 48 and 384 layers
     python benchmarks/plan.py elsewhere # plans for machines one does not have
 
-Every case is a process of its own; the machine is measured anew first. `cases` and `elsewhere` also write their tables into
-docs/plan.md. Options: --only NAMES, --directory for stores, --steps.
+Every case is a process of its own; the machine is measured anew before each. `cases` and `elsewhere` also write their tables
+into docs/plan.md. Options: --only NAMES, --directory for stores, --steps.
 """
 
 import argparse
@@ -160,6 +160,9 @@ def measure(case: Case, directory: str, steps: int, results: Any) -> None:
 
 
 def run(case: Case, options: argparse.Namespace) -> dict[str, Any]:
+    import packhorse as ph
+
+    ph.Machine.probe(options.directory, fresh=True)  # a shared machine is not always equally fast
     context = multiprocessing.get_context("spawn")
     directory = tempfile.mkdtemp(dir=options.directory)
     results = context.SimpleQueue()
@@ -364,10 +367,6 @@ def main() -> None:
         results = plan_elsewhere()
         publish("elsewhere", describe_elsewhere(results))
     else:
-        import packhorse as ph
-
-        machine = ph.Machine.probe(options.directory, fresh=True)
-        print(machine.matmul, machine.kernels, machine.bandwidth, flush=True)
         if options.question == "auto":
             results = measure_auto(options)
         else:

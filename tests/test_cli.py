@@ -105,7 +105,7 @@ def test_train_shows_plan_progress_and_memory(tmp_path: Path) -> None:
     flags = ["--model", "gpt-tiny", "--data", "python", "--store", store, "--rows", "4", "--microbatches", "2"]
     done = command("train", *flags, "--steps", "2")
     assert done.returncode == 0, done.stderr
-    for text in ("relay: 6 segments", "step 2: loss", "planned at most", "measured"):
+    for text in ("relay, 6 segments", "step 2: loss", "planned and measured: time", "host memory"):
         assert text in done.stdout
     refused = command("train", *flags, "--steps", "3")
     assert refused.returncode == 2 and "holds a run at step 2" in refused.stderr

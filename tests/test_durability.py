@@ -80,9 +80,11 @@ def record_step(tmp_path: Path, durability: Any) -> tuple[Path, list[tuple[Any, 
     recorder = Recorder()
     trainer = make_trainer(ph.DiskStore(tmp_path / "s", durability=durability, filesystem=recorder))
     train(trainer, 2)
+    trainer.state_dict()  # ends what is under way
     shutil.copytree(tmp_path / "s", tmp_path / "before")
     recorder.operations.clear()
     train(trainer, 3)
+    trainer.state_dict()
     operations = list(recorder.operations)
     trainer.close()
     return tmp_path / "before", operations

@@ -123,9 +123,9 @@ def test_a_failed_step_gives_back_what_it_held(tmp_path: Path, fault: str, where
             batch = next(batches)
             if armed:
                 with pytest.raises(StoreError):
-                    trainer.step(batch)
+                    end_step(trainer, batch)
             else:
-                trainer.step(batch)
+                end_step(trainer, batch)
             assert trainer._pool._in_use == 0, "no buffer is on loan between two steps"
 
 
@@ -184,7 +184,7 @@ def test_an_interrupted_step_can_be_repeated(
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(trainer._executor, "drain", interrupt)  # at the end of a step, or before its norm
+            patch.setitem(trainer._executor.handlers, "COMMIT", interrupt)  # at the end of a step
             with pytest.raises(KeyboardInterrupt):
                 trainer.step(batch)
         assert trainer.steps == 2

@@ -13,6 +13,8 @@ def test_public_names() -> None:
         "CaptureError",
         "DiskStore",
         "Graph",
+        "Machine",
+        "MachineError",
         "Memory",
         "ModelError",
         "NumericsError",
@@ -20,6 +22,8 @@ def test_public_names() -> None:
         "PackhorseError",
         "Partition",
         "PartitionError",
+        "Plan",
+        "PlanError",
         "RamStore",
         "ScheduleError",
         "Segment",
@@ -27,6 +31,7 @@ def test_public_names() -> None:
         "Trainer",
         "Verification",
         "capture",
+        "make_plan",
         "partition",
         "verify",
     }
@@ -71,5 +76,6 @@ def test_signatures() -> None:
         "overlap",
         "seed",
         "weights",
+        "plan",
     ]
     assert list(inspect.signature(ph.verify).parameters)[:4] == ["model", "optimizer", "example", "loss"]

@@ -193,7 +193,7 @@ def test_dropout_does_not_depend_on_the_partition(monkeypatch: pytest.MonkeyPatc
     batches = [make(4) for _ in range(2)]
     expected = train_plain(model, adamw, batches, loss, microbatches=2, keyed=True)
     for count in (1, 2, 7, "finest"):
-        monkeypatch.setattr("packhorse.trainer.partition", lambda graph, n=count: ph.partition(graph, n))
+        monkeypatch.setattr("packhorse.search.partition", lambda graph, n=count: ph.partition(graph, n))
         trainer, losses = train(model, adamw, batches, loss, microbatches=2)
         assert_same_run(trainer, losses, expected, f"{count} segments")
 

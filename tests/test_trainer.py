@@ -283,10 +283,9 @@ def test_more_microbatches_where_memory_is_short() -> None:
     model = nn.Sequential(nn.Linear(16, 4096), nn.GELU(), nn.Linear(4096, 4))
     batch = make_batch(2048)
     free = make_trainer(model, batch, microbatches=None)
-    assert free.plan.microbatches == 1
-    budget = free.plan.estimate.peak["host"] - (60 << 20)
+    budget = free.plan.estimate.peak["host"] - (20 << 20)
     tight = make_trainer(model, batch, microbatches=None, memory=budget)
-    assert tight.plan.microbatches > 1 and tight.plan.estimate.peak["host"] <= budget
+    assert tight.plan.microbatches > free.plan.microbatches and tight.plan.estimate.peak["host"] <= budget
 
 
 def test_memory_tells_live_bytes(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ and waits for others, as the executor does.
 """
 
 import heapq
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -195,6 +196,8 @@ class _Walk:
         if not nbytes:
             return start
         self.moved[link] += nbytes
+        if link in ("read", "write"):
+            self.debt += nbytes / self.machine.kernels.get("beside disk", math.inf)
         lane = {"read": "disk", "write": "disk", "up": "host to device", "down": "device to host"}[link]
         rate = self.machine.bandwidth["link" if link in ("up", "down") else link]
         return self._work(lane, start, nbytes / rate, urgent=urgent)

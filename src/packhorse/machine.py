@@ -9,9 +9,11 @@ import math
 import os
 import platform
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import tomllib
 from collections.abc import Callable, Mapping
@@ -25,6 +27,7 @@ from torch.nn import functional
 from packhorse.errors import MachineError, PackhorseError
 from packhorse.memory import Tier, available_bytes, map_bytes, total_bytes
 from packhorse.store.files import File, FileSystem
+from packhorse.threads import use_threads
 from packhorse.units import format_bytes, parse_bytes
 
 LINKS = ("device", "host", "link", "read", "write", "network")
@@ -112,6 +115,10 @@ class Machine:
             return self
         disk = {link: min(rate, self.bandwidth[link]) for link in ("read", "write")}
         return replace(self, bandwidth={**self.bandwidth, **disk})
+
+    def without_disk(self) -> "Machine":
+        """The same with a disk of any size: on one that a store lies on already, what is free says little."""
+        return replace(self, memory={tier: n for tier, n in self.memory.items() if tier != "disk"})
 
     def __str__(self) -> str:
         return self.name
@@ -208,11 +215,13 @@ def _measure(place: Path) -> Machine:
     for precision, dtype in _DTYPES.items():
         matmul[precision], kernels[f"matmul.{precision}.backward"] = _measure_matmul(device, dtype)
     kernels |= _measure_kernels(device)
+    small = torch.randn(64, 1024, device=device)  # where starting a kernel, on all cores, takes longer than running it
+    kernels["launch"], kernels["launch.backward"] = _time(device, functional.relu, (small,))
     host = _measure_copy("cpu")
     kernels["update"] = _measure_update()
+    read, write, beside = _measure_disk(place, device)
     if device == "cpu":
-        kernels["fresh"] = _measure_fresh()
-    read, write = _measure_disk(place)
+        kernels |= {"fresh": _measure_fresh(), "beside disk": beside}
     bandwidth = {
         "device": host if device == "cpu" else _measure_copy(device),
         "host": host,
@@ -236,37 +245,41 @@ def _measure(place: Path) -> Machine:
     )
 
 
-def _best(run: Callable[[], Any], seconds: float = 0.25) -> float:
-    """The shortest of a few runs, after one that does not count."""
+def _typical(run: Callable[[], Any], seconds: float = 0.25) -> float:
+    """The median of a few runs, after one that does not count."""
     run()
     times: list[float] = []
     while not times or sum(times) < seconds:
         started = time.perf_counter()
         run()
         times.append(time.perf_counter() - started)
-    return min(times)
+    return statistics.median(times)
 
 
 def _measure_matmul(device: str, dtype: torch.dtype) -> tuple[float, float]:
-    """FLOP/s forward, and of the two products of backward together."""
-    size = 256 if device == "cpu" else 4096
+    """FLOP/s forward, and of the two products of backward together, of a layer four times as wide as its input."""
+    rows, size, most = (512, 64, 1024) if device == "cpu" else (4096, 1024, 8192)
     while True:  # some precisions are a hundred times slower than others: grow until it takes long enough to tell
-        x = torch.randn(size, size, device=device).to(dtype)
-        w = torch.randn(size, size, device=device).to(dtype)
+        x = torch.randn(rows, size, device=device).to(dtype)
+        w = torch.randn(4 * size, size, device=device).to(dtype)
         forward, both = _time(device, functional.linear, (x, w))
-        if forward + both > 0.02 or size >= 8192:
-            return 2 * size**3 / forward, 4 * size**3 / both
+        if forward + both > 0.2 or size >= most:
+            forward, both = _time(device, functional.linear, (x, w), 0.5)
+            flops = 8 * rows * size**2
+            return flops / forward, 2 * flops / both
         size *= 2
 
 
-def _time(device: str, run: Callable[..., torch.Tensor], operands: tuple[torch.Tensor, ...]) -> tuple[float, float]:
+def _time(
+    device: str, run: Callable[..., torch.Tensor], operands: tuple[torch.Tensor, ...], budget: float = 0.05
+) -> tuple[float, float]:
     """Seconds forward and backward."""
     leaves = tuple(t.requires_grad_() for t in operands)
-    forward = _best(lambda: _settle(device, run(*leaves)), 0.05)
+    forward = _typical(lambda: _settle(device, run(*leaves)), budget)
     result = run(*leaves)
     seed = torch.ones_like(result)
-    return forward, _best(
-        lambda: _settle(device, torch.autograd.grad(result, leaves, seed, retain_graph=True)[0]), 0.05
+    return forward, _typical(
+        lambda: _settle(device, torch.autograd.grad(result, leaves, seed, retain_graph=True)[0]), budget
     )
 
 
@@ -313,7 +326,7 @@ def _settle(device: str, result: torch.Tensor) -> torch.Tensor:
 def _measure_copy(device: str) -> float:
     """Bytes read and written a second by an addition in place."""
     a, b = (torch.zeros(16 << 20, device=device) for _ in range(2))
-    return 3 * a.nbytes / _best(lambda: _settle(device, a.add_(b)))
+    return 3 * a.nbytes / _typical(lambda: _settle(device, a.add_(b)))
 
 
 def _measure_update() -> float:
@@ -325,7 +338,7 @@ def _measure_update() -> float:
     optimizer.step()
     torch.set_num_threads(1)
     try:
-        return 7 * parameter.nbytes / _best(optimizer.step)
+        return 7 * parameter.nbytes / _typical(optimizer.step)
     finally:
         torch.set_num_threads(threads)
 
@@ -334,35 +347,68 @@ def _measure_fresh() -> float:
     """Bytes a second at which new memory can be had: the system hands out large pieces page by page."""
     size = 2 * LARGE
     kept = torch.empty(size, dtype=torch.uint8)
-    new = _best(lambda: torch.empty(size, dtype=torch.uint8).fill_(1)) - _best(lambda: kept.fill_(1))
+    new = _typical(lambda: torch.empty(size, dtype=torch.uint8).fill_(1)) - _typical(lambda: kept.fill_(1))
     return size / max(new, 1e-9)
 
 
 def _measure_link(device: str) -> float:
     host = torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True)
     there = torch.empty_like(host, device=device)
-    return host.nbytes / _best(lambda: _settle(device, there.copy_(host, non_blocking=True)))
+    return host.nbytes / _typical(lambda: _settle(device, there.copy_(host, non_blocking=True)))
 
 
-def _measure_disk(place: Path, nbytes: int = 128 << 20) -> tuple[float, float]:
-    """Bytes a second of direct reads and writes, as a store makes them, in pieces of 4 MiB."""
-    piece = 4 << 20
-    buffer = map_bytes(piece)
+def _measure_disk(place: Path, device: str, nbytes: int = 128 << 20) -> tuple[float, float, float]:
+    """Bytes a second of direct reads and writes, as a store makes them, in pieces of 4 MiB.
+
+    And how many of them cost the cores that compute a second, where those also move them.
+    """
     path = place / f".packhorse-probe-{os.getpid()}"
     file = File(FileSystem(), path, nbytes, create=True)
     try:
-        seconds = {}
-        for verb, move in (("write", file.write), ("read", file.read)):
-            started = time.perf_counter()
-            for at in range(0, nbytes, piece):
-                move(buffer, at, "probe")
-            seconds[verb] = time.perf_counter() - started
-        return nbytes / seconds["read"], nbytes / seconds["write"]
+        seconds = {verb: _move_all(move, nbytes) for verb, move in (("write", file.write), ("read", file.read))}
+        beside = _measure_beside(file, nbytes) if device == "cpu" else math.inf
+        return nbytes / seconds["read"], nbytes / seconds["write"], beside
     except OSError as error:
         raise MachineError(f"the disk under {place} could not be measured: {error}") from None
     finally:
         file.close()
         path.unlink(missing_ok=True)
+
+
+def _move_all(move: Callable[[torch.Tensor, int, str], None], nbytes: int, piece: int = 4 << 20) -> float:
+    buffer = map_bytes(piece)
+    started = time.perf_counter()
+    for at in range(0, nbytes, piece):
+        move(buffer, at, "probe")
+    return time.perf_counter() - started
+
+
+def _measure_beside(file: File, nbytes: int) -> float:
+    """What products lose while a thread reads into new memory and writes, by the byte."""
+    x, w = torch.randn(512, 1024), torch.randn(1024, 1024)
+
+    def compute() -> float:
+        return _typical(lambda: [x @ w for _ in range(20)], 0.5)
+
+    alone, moved, ended = compute(), 0, threading.Event()
+
+    def move() -> None:
+        nonlocal moved
+        use_threads(1)
+        while not ended.is_set():
+            for verb in (file.read, file.write):
+                _move_all(verb, nbytes // 8)
+                moved += nbytes // 8
+
+    thread = threading.Thread(target=move)
+    started = time.perf_counter()
+    thread.start()
+    crowded = compute()
+    ended.set()
+    thread.join()
+    taken = time.perf_counter() - started
+    lost = max(1 - alone / crowded, 1e-3)  # of every second
+    return moved / taken / lost
 
 
 def find_machine(name: str | Path | Machine | None, directory: str | Path | None = None) -> Machine:

@@ -27,7 +27,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "random": ("dropout", "bernoulli", "rand", "native_dropout"),
 }
 BY_FLOPS = ("attention", "convolution", "matmul", "recurrent")
-OVERHEAD = 8e-6  # seconds to start a kernel from Python
+OVERHEAD = 8e-6  # seconds to start a kernel from Python, where it was not measured
 
 _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -50,7 +50,9 @@ def find_family(name: str) -> str:
 def price_node(graph: Graph, node: Node, machine: Machine, share: float) -> Price:
     """For `share` of the example's rows. Backward is only priced where there is one: a product for each operand's gradient,
     or the bytes moved once more."""
+    forward, backward = (machine.kernels.get(name, OVERHEAD) for name in ("launch", "launch.backward"))
     price, values = _price_kernel(graph, node, machine, share), graph.values
+    price = Price(forward + price.forward, backward + price.backward if price.backward else 0.0)
     results = [share * values[r].nbytes for r in node.results]
     gradients = [
         (1.0 if values[o].kind == "parameter" else share) * values[o].nbytes
@@ -68,7 +70,7 @@ def price_node(graph: Graph, node: Node, machine: Machine, share: float) -> Pric
 def _price_kernel(graph: Graph, node: Node, machine: Machine, share: float) -> Price:
     operation, values = node.operation, graph.values
     if operation.aliases and not operation.flops and not operation.forward_peak:
-        return Price(OVERHEAD, OVERHEAD)  # a view
+        return Price(0.0, 0.0)  # a view
     differentiable = any(values[r].type.differentiable for r in node.results)
     family = find_family(operation.name)
     if operation.flops and family in BY_FLOPS:
@@ -79,18 +81,16 @@ def _price_kernel(graph: Graph, node: Node, machine: Machine, share: float) -> P
         needed = sum(values[o].type.differentiable for o in node.operands[:2])  # a product for each operand's gradient
         products = max(needed, 1) if differentiable else 0
         backward = products * flops / machine.rate(family, precision, backward=True)
-        return Price(OVERHEAD + share * flops / forward, OVERHEAD + share * backward)
+        return Price(share * flops / forward, share * backward)
     moved = operation.nbytes + sum(values[o].nbytes for o in node.operands)
     if family == "index" and operation.name.startswith("embedding"):
         moved = 2 * operation.nbytes
         gradient = values[node.operands[0]].nbytes  # as large as the table, zeroed
         rate = machine.rate(family)
-        return Price(OVERHEAD + share * moved / rate, OVERHEAD + (gradient + share * moved) / rate)
-    forward_seconds = OVERHEAD + share * moved / machine.rate(family)
+        return Price(share * moved / rate, (gradient + share * moved) / rate)
+    forward_seconds = share * moved / machine.rate(family)
     backward_bytes = moved + sum(values[o].nbytes for o in node.operands if values[o].type.differentiable)
-    backward_seconds = (
-        OVERHEAD + share * backward_bytes / machine.rate(family, backward=True) if differentiable else 0.0
-    )
+    backward_seconds = share * backward_bytes / machine.rate(family, backward=True) if differentiable else 0.0
     return Price(forward_seconds, backward_seconds)
 
 

@@ -86,11 +86,14 @@ def _has_budget(memory: Memory) -> bool:
 
 def _find_limits(case: Case, memory: Memory, machine: Machine) -> dict[Tier, int]:
     limits: dict[Tier, int] = {}
-    for tier, there in machine.memory.items():
+    for tier in ("host", "disk") if machine.device == "cpu" else ("device", "host", "disk"):
         limit = memory.limit(tier)
+        if limit is None and tier == "host":
+            limit = case.base_bytes + case.model_bytes + free_bytes(machine)
         if limit is None:
-            limit = case.base_bytes + case.model_bytes + free_bytes(machine) if tier == "host" else there
-        limits[tier] = limit
+            limit = machine.memory.get(tier)
+        if limit is not None:
+            limits[tier] = limit
     return limits
 
 
@@ -298,7 +301,8 @@ def _refuse(
     tier = _scarcest(least.estimate, limits)
     kinds = least.estimate.kinds[tier]
     kind = max(kinds, key=lambda k: kinds[k])
-    there = f"{tier} memory" if memory.limit(tier) is not None else f"the {tier} memory there is"
+    name = "disk space" if tier == "disk" else f"{tier} memory"
+    there = name if memory.limit(tier) is not None else f"the {name} there is"
     needed = f"the smallest budget that works is {format_bytes(least.estimate.peak[tier])}"
     if memory.limit(tier) is None:
         needed = f"it takes at least {format_bytes(least.estimate.peak[tier])}"

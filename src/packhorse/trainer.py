@@ -3,8 +3,10 @@
 It captures, partitions, plans and lays out once; each step then splits a batch and hands a list of actions to the executor.
 """
 
+import atexit
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +39,19 @@ from packhorse.update import Updater
 from packhorse.weights import read_files, read_model
 
 logger = logging.getLogger("packhorse")
+
+_open: "weakref.WeakSet[Trainer]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A program that ends without closing its trainers loses no step for it."""
+    for trainer in list(_open):
+        try:
+            trainer.close()
+        except Exception as error:
+            logger.error("a trainer could not be closed at the end of the program: %s", error)
+
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -130,7 +145,7 @@ class Trainer:
         if plan is not None:
             wish = Wish.of(read_plan(plan, graph))
         machine = Machine.probe(self._store.path if isinstance(self._store, DiskStore) else None)
-        machine = machine.slowed(self._store.link.bytes_per_second)
+        machine = machine.slowed(self._store.link.bytes_per_second).without_disk()  # the store sees to that itself
         self._case, self.plan = choose(graph, case_of, wish, budget, machine)
         self._partition, self._layout = self._case.partition, self._case.layout
         self._partitions[id(graph)] = self._partition
@@ -151,6 +166,7 @@ class Trainer:
             updates_ahead=self.plan.updates_ahead,
         )
         self._is_seen = self._state.hand_over(self.model)
+        _open.add(self)
 
     # -- the loop's verbs
 
