@@ -193,6 +193,36 @@ def test_an_interrupted_step_can_be_repeated(
     assert_equal(read_state(tmp_path)[1], expected[STEPS], "interrupted")
 
 
+def test_an_interrupt_while_waiting_for_a_commit_does_not_forget_it(
+    tmp_path: Path, expected: list[dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rolling back beside a commit would leave the versions of one step with the numbers of another."""
+    with make_trainer(tmp_path) as trainer:
+        train(trainer, 2)
+        batches = iter(trainer.data)
+        batch = next(batches)
+        commit, go_on = trainer._store.commit, threading.Event()
+
+        def slow(*arguments: Any) -> None:
+            go_on.wait(20)
+            commit(*arguments)
+
+        monkeypatch.setattr(trainer._store, "commit", slow)
+        trainer.step(batch)  # its commit waits
+        pending = trainer._executor.pending["commit"]
+
+        def interrupt() -> None:
+            go_on.set()
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(pending, "result", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                trainer.step(next(batches))
+        assert trainer.steps == 3
+    assert_equal(read_state(tmp_path)[1], expected[3], "interrupted")
+
+
 def test_a_place_in_the_stash_is_not_written_while_it_is_read(tmp_path: Path) -> None:
     store = ph.DiskStore(tmp_path)
     store.claim()

@@ -80,7 +80,7 @@ def test_a_probe_is_kept_for_the_next_time(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     measured = []
 
-    def measure(place: Path) -> dict[str, Any]:
+    def measure(place: Path, device: str) -> dict[str, Any]:
         measured.append(place)
         return dataclasses.asdict(ph.Machine.load("laptop")) | {"is_here": True, "name": f"number {len(measured)}"}
 

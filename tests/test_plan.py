@@ -196,6 +196,18 @@ def test_a_plan_that_pins_nonsense_is_refused(graph: ph.Graph, machine: ph.Machi
         ph.make_plan(graph, machine, plan=dataclasses.replace(plan, cuts=(100000,)))
 
 
+def test_pins_that_contradict_are_refused(graph: ph.Graph, machine: ph.Machine) -> None:
+    plan = ph.make_plan(graph, machine, strategy="relay", microbatches=2, on_disk=False)
+    with pytest.raises(ph.PlanError, match="pins microbatches to 2, but 4 is asked"):
+        ph.make_plan(graph, machine, microbatches=4, plan=plan)
+    with pytest.raises(ph.PlanError, match="for a model in RAM"):
+        ph.make_plan(graph, machine, on_disk=True, plan=plan)
+    with pytest.raises(ph.PlanError, match="keeps segment 99"):
+        ph.make_plan(graph, machine, plan=dataclasses.replace(plan, kept=frozenset({99})))
+    with pytest.raises(ph.PlanError, match="pin both"):
+        ph.make_plan(graph, machine, plan=dataclasses.replace(plan, kept=frozenset({1}), pinned=("kept",)))
+
+
 # -- what people read
 
 
@@ -264,3 +276,38 @@ MOVING = ("weights", "gradients", "graphs", "stash")
 def test_fingerprints_tell_models_apart(graph: ph.Graph) -> None:
     assert find_fingerprint(graph) == find_fingerprint(ph.capture(*gpt()))
     assert find_fingerprint(graph) != find_fingerprint(ph.capture(*gpt(width=128)))
+
+
+def test_segments_that_share_their_code_but_not_their_sizes_are_priced_apart(machine: ph.Machine) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(8 << i, 16 << i) for i in range(6)))
+    graph = ph.capture(model, (torch.randn(64, 8), torch.randn(64, 512)), lambda y, b: (y - b[1]).square().mean())
+    plan = ph.make_plan(graph, machine, strategy="relay")
+    case = make_case(graph, plan)
+    prices = [case.price(s, 64, machine).forward for s in range(5)]
+    assert prices == sorted(prices) and prices[4] > 2 * prices[2]
+    footprints = [case.footprint(s, 64).forward for s in range(5)]
+    assert footprints[4] == 16 * footprints[0]
+
+
+def test_frozen_twins_are_priced_apart(machine: ph.Machine) -> None:
+    model, batch, loss = gpt(layers=4)
+    for block in model.blocks[:2]:
+        block.requires_grad_(False)
+    for parameter in (*model.tokens.parameters(), *model.positions.parameters()):
+        parameter.requires_grad_(False)
+    graph = ph.capture(model, batch, loss)
+    case = make_case(graph, ph.make_plan(graph, machine, strategy="relay"))
+    assert case.price(1, 4, machine).backward == 0 < case.price(4, 4, machine).backward
+    assert case.footprint(1, 4).graph < case.footprint(4, 4).graph
+
+
+@pytest.mark.parametrize(("rows", "wanted", "found"), [(9, 8, 5), (9, 9, 9), (8, 3, 3), (4, 100, 4)])
+def test_as_many_microbatches_are_planned_as_run(machine: ph.Machine, rows: int, wanted: int, found: int) -> None:
+    model, batch, loss = gpt(rows=rows, layers=2, width=32)
+    plan = ph.make_plan(ph.capture(model, batch, loss), machine, strategy="relay", microbatches=wanted)
+    assert plan.microbatches == found
+    with ph.Trainer(
+        model, torch.optim.SGD(model.parameters()), batch, loss=loss, strategy="relay", microbatches=wanted
+    ) as trainer:
+        trainer.step(batch)
+        assert sum(record.action.kind == "F" and record.action.segment == 0 for record in trainer.records) == found

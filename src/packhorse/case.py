@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from packhorse.graph import Size
 from packhorse.layout import Layout
@@ -112,29 +113,39 @@ class Case:
     # -- running a segment
 
     @cached_property
-    def _footprints(self) -> dict[tuple[int, int], Footprint]:
+    def _footprints(self) -> dict[tuple[Any, int], Footprint]:
         return {}
 
     def footprint(self, s: int, rows: int) -> Footprint:
         segment = self.partition.segments[s]
-        key = (id(segment.code), rows)
+        key = (_find_kind(segment), rows)
         if key not in self._footprints:
             self._footprints[key] = find_footprint(segment, rows)
         return self._footprints[key]
 
     @cached_property
-    def _prices(self) -> dict[tuple[int, int, str], Price]:
+    def _prices(self) -> dict[tuple[Any, int, str], Price]:
         return {}
 
     def price(self, s: int, rows: int, machine: Machine) -> Price:
         """Forward and backward of a segment, in seconds."""
         segment = self.partition.segments[s]
-        key = (id(segment.code), rows, machine.name)
+        key = (_find_kind(segment), rows, machine.name)
         if key not in self._prices:
             share = rows / segment.graph.batch.rows
             prices = [price_node(segment.graph, node, machine, share) for node in segment.nodes]
             self._prices[key] = Price(sum(p.forward for p in prices), sum(p.backward for p in prices))
         return self._prices[key]
+
+
+def _find_kind(segment: Segment) -> Any:
+    """The same for segments that take the same.
+
+    One code may run on other sizes, as the stages of a convolutional net do, and with or without gradients.
+    """
+    trainable = tuple(segment.graph.parameters[name].trainable for name in segment.parameters)
+    sizes = (segment.flops, segment.nbytes, segment.parameter_nbytes)
+    return id(segment.code), sizes, trainable, len(segment.differentiable_inputs)
 
 
 def master_bytes(block: Block) -> int:

@@ -2,6 +2,8 @@
 
 import json
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -141,7 +143,7 @@ def train(
     batches = open_data(data, task, rows, seed)
     trainer = Trainer(
         task.model,
-        _make_optimizer(optimizer, task.model, rate),
+        _optimizer_maker(optimizer)(task.model.parameters(), lr=rate),
         task.example,
         loss=task.loss,
         strategy=strategy,  # type: ignore[arg-type]  # the trainer checks these
@@ -220,7 +222,7 @@ def plan(
         "strategy": strategy,
         "microbatches": microbatches,
         "on_disk": on_disk,
-        "optimizer": OPTIMIZERS[_known_optimizer(optimizer)],
+        "optimizer": _optimizer_maker(optimizer),
         "plan": pin,
     }
 
@@ -243,6 +245,8 @@ def plan(
         found = make(batch, layers)
         typer.echo(found.to_json() if as_json else str(found))
         return
+    if sweep == "batch" and ".py:" in model:
+        raise PackhorseError("--sweep batch needs a model whose example packhorse makes; a function makes its own")
     rows: list[SweepRow] = []
     for point in sweep_points(sweep, memory, where):
         changed = {"depth": {"layers": point}, "batch": {"rows": point}, "memory": {"memory": point}}[sweep]
@@ -263,16 +267,10 @@ def plan(
         typer.echo(f"picture: {picture}", err=as_json)
 
 
-def _known_optimizer(name: str) -> str:
+def _optimizer_maker(name: str) -> Callable[..., torch.optim.Optimizer]:
     if name not in OPTIMIZERS:
         raise PackhorseError(f"--optimizer is {name!r}, expected one of {', '.join(OPTIMIZERS)}")
-    return name
-
-
-def _make_optimizer(name: str, model: torch.nn.Module, rate: float) -> torch.optim.Optimizer:
-    _known_optimizer(name)
-    extra = {"momentum": 0.9} if name == "sgd" else {}
-    return OPTIMIZERS[name](model.parameters(), lr=rate, **extra)
+    return partial(OPTIMIZERS[name], momentum=0.9) if name == "sgd" else OPTIMIZERS[name]
 
 
 stores = typer.Typer(no_args_is_help=True, help="Look at a store on disk, check it, export it, reclaim its space.")
@@ -339,7 +337,7 @@ def verify(
     task = load_task(model, rows=rows, device="cpu")
     verification = verify_model(
         task.model,
-        _make_optimizer(optimizer, task.model, rate),
+        _optimizer_maker(optimizer)(task.model.parameters(), lr=rate),
         task.example,
         task.loss,
         steps=steps,

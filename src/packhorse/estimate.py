@@ -141,12 +141,12 @@ class _Walk:
             updated = [b for blocks in case.homes.values() for b in blocks]
             pieces = [4 * len(b.kinds) * (b.numel if b.whole else min(UNIT, b.numel)) for b in updated]
             self._add("host", "update", 3 * AHEAD * max(pieces, default=0))
-            self._note("host", case.model_bytes)
+            self._note("host", case.model_bytes, "the model as it was given")
             self._add("host", "idle buffers", min(IDLE, 2 * max(case.copies.values(), default=0)))
         else:
             masters = sum(master_bytes(b) for b in case.layout.blocks)
             self._add("host", "store", masters)
-            self._note("host", case.model_bytes)  # before it is given back
+            self._note("host", case.model_bytes, "the model as it was given")
             self._add("host", "store", case.state_bytes - masters)
 
     def _finish(self, started: float, moved: Mapping[str, int], busy: Mapping[str, float]) -> Estimate:
@@ -164,12 +164,12 @@ class _Walk:
         if nbytes > 0:
             self._note(tier)
 
-    def _note(self, tier: Tier, working: int = 0) -> None:
+    def _note(self, tier: Tier, working: int = 0, kind: str = "activations") -> None:
         """Takes note of a peak, with so many bytes in use for a moment."""
         if self.totals[tier] + working > self.peak.get(tier, 0):
             self.peak[tier] = self.totals[tier] + working
-            found = {kind: n for (where, kind), n in self.live.items() if where == tier and n}
-            self.at_peak[tier] = found | ({"activations": working} if working else {})
+            found = {name: n for (where, name), n in self.live.items() if where == tier and n}
+            self.at_peak[tier] = found | ({kind: working} if working else {})
 
     def _later(self, moment: float, tier: Tier, kind: str, nbytes: int) -> None:
         heapq.heappush(self.releases, (moment, tier, kind, nbytes))

@@ -206,7 +206,7 @@ class Executor:
 
     def drain(self) -> None:
         """Waits until all updates are done."""
-        futures = list(self.pending.values())
+        futures = self._under_way()
         failures = [error for error in (future.exception() for future in futures) if error is not None]
         self.pending.clear()
         self.in_flight.clear()
@@ -216,13 +216,18 @@ class Executor:
     def submit_commit(self, commit: Callable[[], None]) -> None:
         """Runs when the updates that are under way are written; the next step's wait for it."""
         self._await_commit()
-        self.pending[COMMIT] = gather(list(self.pending.values()), commit)
+        self.pending[COMMIT] = gather(self._under_way(), commit)
+
+    def _under_way(self) -> "list[Future[Any]]":
+        """All that is; a block may wait for its gradient to be parked before its update."""
+        return list({*self.pending.values(), *self.in_flight})
 
     def _await_commit(self) -> None:
         """Before anything of the next version is written: it takes the place of the version before the last."""
-        commit = self.pending.pop(COMMIT, None)
+        commit = self.pending.get(COMMIT)
         if commit is not None:
             commit.result()
+            del self.pending[COMMIT]  # not before: an interrupt while waiting must not make anybody forget it
 
     def close(self) -> None:
         self.worker.close()
@@ -237,7 +242,7 @@ class Executor:
 
     def abandon(self) -> None:
         """Waits for all that is under way, whatever came of it, and lets go of what it held."""
-        _wait_for_all([*self.pending.values(), *self.in_flight])
+        _wait_for_all(self._under_way())
         for fetched in self.fetched.values():
             fetched.release()
         self.fetched.clear()
@@ -425,11 +430,12 @@ class Executor:
 
     def _hand_over(self, task: Task, s: int, block: Block) -> Gradient | None:
         """A complete gradient, on its way to the host."""
-        gradient = task.sums.pop((block.name, s), None)
+        gradient = task.sums.get((block.name, s))
         if gradient is not None:
             gradient.bring_home()
             if gradient.is_home and not task.deferred:  # else the update asks, when it is
                 gradient.refuse_non_finite()
+            del task.sums[block.name, s]
         return gradient
 
     def _park(self, task: Task, action: Action) -> None:

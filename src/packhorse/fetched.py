@@ -38,19 +38,21 @@ class Fetched:
     def _start(self, block: Block, update: "Future[Any] | None") -> Arrival:
         """Borrows a block as soon as its update, if one is under way, is done."""
         host: Future[Tensor] = Future()
+        waiting = [host]  # emptied when it is answered: an update remembers its callbacks, and with them all they know
 
         def borrow(finished: "Future[Any] | None") -> None:
+            answer = waiting.pop()
             failure = finished.exception() if finished is not None else None
             if failure is not None:
-                host.set_exception(failure)
+                answer.set_exception(failure)
                 return
             try:
                 loan = self.store.borrow(block, MASTER, urgent=True, dtype=block.working)
             except BaseException as error:  # called when an update ends, where nobody else would hear of it
-                host.set_exception(error)
+                answer.set_exception(error)
                 return
             self.loans.append(loan)
-            loan.ready.add_done_callback(partial(pass_on, host))
+            loan.ready.add_done_callback(partial(pass_on, answer))
 
         borrow(None) if update is None else update.add_done_callback(borrow)
         return Arrival(self.device, host)
@@ -75,3 +77,4 @@ class Fetched:
                 self.device.release(flat)
         for loan in self.loans:
             loan.give_back()
+        self.arrivals, self.loans = [], []

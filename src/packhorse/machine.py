@@ -24,13 +24,15 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from packhorse.errors import MachineError, PackhorseError
+from packhorse.errors import MachineError, PackhorseError, StoreError
 from packhorse.memory import Tier, available_bytes, map_bytes, total_bytes
 from packhorse.store.files import File, FileSystem
 from packhorse.threads import use_threads
 from packhorse.units import format_bytes, parse_bytes
 
 LINKS = ("device", "host", "link", "read", "write", "network")
+FORMAT = 1  # of what is kept of a probe
+UNKNOWN_DISK = 200e6  # bytes a second, where the disk cannot be measured
 LARGE = 32 << 20  # bytes from which on malloc takes a piece from the system, and gives it back, every time
 DESCRIPTIONS = Path(__file__).parent / "machines"
 
@@ -79,18 +81,23 @@ class Machine:
         return _read(fields, str(path))
 
     @classmethod
-    def probe(cls, directory: str | Path | None = None, *, fresh: bool = False) -> "Machine":
-        """This computer, measured in a few seconds; the result is kept for the next time. `directory`: the disk to measure."""
+    def probe(cls, directory: str | Path | None = None, *, device: str | None = None, fresh: bool = False) -> "Machine":
+        """This computer, measured in a few seconds; the result is kept for the next time.
+
+        `directory`: the disk to measure. `device`: what computes, "cpu" or an accelerator's type; None: the accelerator if
+        there is one.
+        """
         place = Path(directory) if directory is not None else Path(tempfile.gettempdir())
         while not place.exists():
             place = place.parent
-        cache = _cache_path(place)
+        device = device or _find_device()
+        cache = _cache_path(place, device)
         if cache.is_file() and not fresh:
             try:
                 return _read_cached(json.loads(cache.read_text()), place)
             except (ValueError, KeyError, TypeError):
                 pass  # written by another version: measured anew
-        fields = _measure_in_child(place)
+        fields = _measure_in_child(place, device)
         try:
             cache.parent.mkdir(parents=True, exist_ok=True)
             cache.write_text(json.dumps(fields))
@@ -188,9 +195,15 @@ def _read_cached(fields: Mapping[str, Any], place: Path) -> Machine:
     return Machine(**{**fields, "memory": memory, "sources": machine.sources})
 
 
-def _cache_path(place: Path) -> Path:
+def _find_device() -> str:
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found.type if found is not None else "cpu"
+
+
+def _cache_path(place: Path, device: str) -> Path:
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    key = f"{platform.node()}-{torch.__version__}-{torch.get_num_threads()}-{os.stat(place).st_dev}"
+    disk = os.stat(place).st_dev
+    key = f"{FORMAT}-{platform.node()}-{torch.__version__}-{device}-{torch.get_num_threads()}-{disk}"
     return home / "packhorse" / f"machine-{''.join(c if c.isalnum() or c in '.-' else '_' for c in key)}.json"
 
 
@@ -199,18 +212,16 @@ def _cache_path(place: Path) -> Path:
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def _measure_in_child(place: Path) -> dict[str, Any]:
+def _measure_in_child(place: Path, device: str) -> dict[str, Any]:
     """In a process of its own, whose memory is not this one's."""
-    command = [sys.executable, "-m", "packhorse.machine", str(place), str(torch.get_num_threads())]
+    command = [sys.executable, "-m", "packhorse.machine", str(place), str(torch.get_num_threads()), device]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise MachineError(f"this machine could not be measured: {done.stderr.strip().splitlines()[-1:]}")
     return dict(json.loads(done.stdout))
 
 
-def _measure(place: Path) -> Machine:
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    device = found.type if found is not None else "cpu"
+def _measure(place: Path, device: str) -> Machine:
     matmul, kernels = {}, {}
     for precision, dtype in _DTYPES.items():
         matmul[precision], kernels[f"matmul.{precision}.backward"] = _measure_matmul(device, dtype)
@@ -363,15 +374,17 @@ def _measure_disk(place: Path, device: str, nbytes: int = 128 << 20) -> tuple[fl
     And how many of them cost the cores that compute a second, where those also move them.
     """
     path = place / f".packhorse-probe-{os.getpid()}"
-    file = File(FileSystem(), path, nbytes, create=True)
+    file: File | None = None
     try:
+        file = File(FileSystem(), path, nbytes, create=True)
         seconds = {verb: _move_all(move, nbytes) for verb, move in (("write", file.write), ("read", file.read))}
         beside = _measure_beside(file, nbytes) if device == "cpu" else math.inf
         return nbytes / seconds["read"], nbytes / seconds["write"], beside
-    except OSError as error:
-        raise MachineError(f"the disk under {place} could not be measured: {error}") from None
+    except StoreError:  # full, or not ours to write: a slow disk is assumed
+        return UNKNOWN_DISK, UNKNOWN_DISK, math.inf
     finally:
-        file.close()
+        if file is not None:
+            file.close()
         path.unlink(missing_ok=True)
 
 
@@ -425,4 +438,4 @@ def free_bytes(machine: Machine) -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(int(sys.argv[2]))
-    print(json.dumps(asdict(_measure(Path(sys.argv[1])))))
+    print(json.dumps(asdict(_measure(Path(sys.argv[1]), sys.argv[3]))))

@@ -65,6 +65,7 @@ class Plan:
     estimate: Estimate = field(default_factory=Estimate)
     plain: Estimate = field(default_factory=Estimate)  # of the ordinary loop, everything on the device
     plain_microbatches: int = 1  # the fewest with which that fits, or one row each
+    plain_fits: bool = False
     reasons: tuple[str, ...] = ()
     pinned: tuple[str, ...] = DECISIONS  # what of it stays when it is read from a file and planned anew
 

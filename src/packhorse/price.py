@@ -87,7 +87,7 @@ def _price_kernel(graph: Graph, node: Node, machine: Machine, share: float) -> P
         moved = 2 * operation.nbytes
         gradient = values[node.operands[0]].nbytes  # as large as the table, zeroed
         rate = machine.rate(family)
-        return Price(share * moved / rate, (gradient + share * moved) / rate)
+        return Price(share * moved / rate, (gradient + share * moved) / rate if differentiable else 0.0)
     forward_seconds = share * moved / machine.rate(family)
     backward_bytes = moved + sum(values[o].nbytes for o in node.operands if values[o].type.differentiable)
     backward_seconds = share * backward_bytes / machine.rate(family, backward=True) if differentiable else 0.0

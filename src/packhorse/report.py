@@ -206,7 +206,6 @@ def sweep_table(sweep: str, model: str, machine: Machine, rows: Sequence[SweepRo
             table.add_row(shown, "does not fit")
             continue
         found, plain = plan.estimate, plan.plain
-        fits = plain.peak[tier] <= machine.memory[tier]
         table.add_row(
             shown,
             f"{plan.strategy}, {'disk' if plan.on_disk else 'RAM'}",
@@ -217,7 +216,7 @@ def sweep_table(sweep: str, model: str, machine: Machine, rows: Sequence[SweepRo
             f"{plan.batch_rows / found.seconds:.3g}",
             found.bottleneck,
             format_bytes(plain.peak[tier]),
-            f"{plan.batch_rows / plain.seconds:.3g}" if fits else "does not fit",
+            f"{plan.batch_rows / plain.seconds:.3g}" if plan.plain_fits else "does not fit",
         )
     return table
 
@@ -226,7 +225,7 @@ def sweep_chart(sweep: str, model: str, machine: Machine, rows: Sequence[SweepRo
     """Memory of the scarcest tier, in GiB, and speed, over what was swept; plain where it fits."""
     tier = _scarce_tier(machine)
     made = [(point / 2**30 if sweep == "memory" else point, plan) for point, plan, _ in rows if plan is not None]
-    fitting = [(x, plan) for x, plan in made if plan.plain.peak[tier] <= machine.memory[tier]]
+    fitting = [(x, plan) for x, plan in made if plan.plain_fits]
     lines = {
         f"{tier} memory, GiB": [(x, plan.estimate.peak[tier] / 2**30) for x, plan in made],
         "plain memory, GiB": [(x, plan.plain.peak[tier] / 2**30) for x, plan in made],

@@ -5,7 +5,6 @@ with the reasons; or a refusal that names the smallest budget that works and the
 """
 
 import contextlib
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from packhorse.case import Case
-from packhorse.errors import BudgetError, PackhorseError
+from packhorse.errors import BudgetError, PackhorseError, PlanError
 from packhorse.estimate import MOST_MICROBATCHES, Choices, Estimate, estimate, estimate_plain
 from packhorse.graph import Graph
 from packhorse.layout import make_layout
@@ -57,10 +56,19 @@ class Wish:
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
             raise PackhorseError(f"microbatches is {count!r}, expected a number of at least 1")
 
-    @classmethod
-    def of(cls, plan: Plan) -> "Wish":
-        """What a plan pins."""
-        return cls(**{name: getattr(plan, name) for name in plan.pinned})
+    def pinned_to(self, plan: Plan) -> "Wish":
+        """With what a plan pins; what the user fixed beside it must not be another."""
+        pins = {name: getattr(plan, name) for name in plan.pinned}
+        if pins.get("kept") and "cuts" not in pins:
+            raise PlanError("the plan pins 'kept', which names segments, without the 'cuts' that make them; pin both")
+        if pins.get("kept") and max(pins["kept"]) >= plan.num_segments:
+            raise PlanError(f"the plan keeps segment {max(pins['kept'])}, but has only {plan.num_segments}")
+        for name, given in (("strategy", self.strategy), ("microbatches", self.microbatches)):
+            if given not in (None, "auto") and name in pins and pins[name] != given:
+                raise PlanError(
+                    f"the plan pins {name} to {pins[name]!r}, but {given!r} is asked; take one of them away"
+                )
+        return replace(self, **pins)
 
 
 def choose(graph: Graph, case_of: CaseOf, wish: Wish, memory: Memory, machine: Machine) -> tuple[Case, Plan]:
@@ -72,7 +80,8 @@ def choose(graph: Graph, case_of: CaseOf, wish: Wish, memory: Memory, machine: M
         found = search.run()
         if found is not None:
             plain, count = search.estimate_plain()
-            found = replace(found, plain=plain, plain_microbatches=count)
+            fits = _excess(plain, search.limits) <= 0
+            found = replace(found, plain=plain, plain_microbatches=count, plain_fits=fits)
             return case, replace(found, reasons=search.explain(found))
         assert search.least is not None
         tried.append((case, search.least))
@@ -89,7 +98,8 @@ def _find_limits(case: Case, memory: Memory, machine: Machine) -> dict[Tier, int
     for tier in ("host", "disk") if machine.device == "cpu" else ("device", "host", "disk"):
         limit = memory.limit(tier)
         if limit is None and tier == "host":
-            limit = case.base_bytes + case.model_bytes + free_bytes(machine)
+            here = case.base_bytes + case.model_bytes if machine.is_here else 0
+            limit = here + free_bytes(machine)
         if limit is None:
             limit = machine.memory.get(tier)
         if limit is not None:
@@ -141,7 +151,8 @@ class _Search:
 
     def _candidates(self) -> Iterator[Plan]:
         case, wish = self.case, self.wish
-        counts = [min(wish.microbatches, case.batch_rows)] if wish.microbatches else _halvings(case.batch_rows)
+        wanted = [min(wish.microbatches, case.batch_rows)] if wish.microbatches else _halvings(case.batch_rows)
+        counts = dict.fromkeys(count_microbatches(case.partition.graph, case.batch_rows, n)[0] for n in wanted)
         both = ("relay",) if case.on_disk else ("resident", "relay")
         for strategy in both if wish.strategy == "auto" else (wish.strategy,):
             for count in counts:
@@ -159,7 +170,7 @@ class _Search:
             strategy,
             microbatches,
             case.batch_rows,
-            math.ceil(case.batch_rows / microbatches),
+            count_microbatches(case.partition.graph, case.batch_rows, microbatches)[1],
             tuple(place.index for place in case.partition.cuts),
             case.layout.differentiable,
             case.precision,
@@ -172,7 +183,7 @@ class _Search:
             prefetch_bytes=_two_largest_neighbours(case.weights)
             if wish.prefetch_bytes is None
             else wish.prefetch_bytes,
-            updates_ahead=wish.updates_ahead or 1,
+            updates_ahead=1 if wish.updates_ahead is None else wish.updates_ahead,
             stash_bytes=(0 if case.on_disk else UNLIMITED) if wish.stash_bytes is None else wish.stash_bytes,
         )
         return self._price(plan)
@@ -255,6 +266,10 @@ class _Search:
                 if all_kept
                 else f"graphs of {len(plan.kept)} segments are kept, the others computed again: there is room for no more"
             )
+        if case.partition.graph.opaque:
+            reasons.append(
+                "blocks that could not be traced run as they are: what they take inside is not known, only more"
+            )
         if found.bottleneck != "compute":
             reasons.append(f"a step waits most for {found.bottleneck}; more rows a step would hide it")
         if plan.strategy == "relay" and found.bottleneck == "compute":
@@ -280,6 +295,13 @@ def _excess(found: Estimate, limits: Mapping[Tier, int]) -> int:
 
 def _scarcest(found: Estimate, limits: Mapping[Tier, int]) -> Tier:
     return max(limits, key=lambda tier: found.peak.get(tier, 0) - limits[tier])
+
+
+def count_microbatches(graph: Graph, rows: int, wanted: int) -> tuple[int, int]:
+    """How many microbatches a batch makes if so many are wanted, and the rows of the largest."""
+    size = -(-rows // min(wanted, rows))
+    size = max(size, 2) if graph.single_row and rows > 1 else size
+    return -(-rows // size), size
 
 
 def _halvings(rows: int) -> list[int]:
@@ -360,7 +382,11 @@ def make_plan(
     wish = Wish(strategy, microbatches)
     if plan is not None:
         plan = read_plan(plan, graph)
-        wish, on_disk = Wish.of(plan), plan.on_disk
+        if on_disk not in (None, plan.on_disk):
+            raise PlanError(
+                f"the plan is for a model {'on disk' if plan.on_disk else 'in RAM'}, but the other is asked"
+            )
+        wish, on_disk = wish.pinned_to(plan), plan.on_disk
 
     def case_of(part: Partition, on_disk: bool) -> Case:
         deferred = update == "deferred" or graph.precision == "fp16"

@@ -5,7 +5,7 @@ wherever it lies. Large ones are in blocks of the store; written buffers and sca
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -210,10 +210,10 @@ class ModelState:
 
 
 class StateDict(Mapping[str, Tensor]):
-    """A lazy state dict: names at once, values, as copies, when asked for."""
+    """A lazy state dict: names at once, values, as copies, when asked for; `settle` ends what is under way before."""
 
-    def __init__(self, state: ModelState):
-        self._state = state
+    def __init__(self, state: ModelState, settle: Callable[[], None]):
+        self._state, self._settle = state, settle
         persistent = [buffer for buffer in state.graph.buffers.values() if buffer.persistent]
         stored = [*state.graph.parameters.values(), *persistent]
         self._names = dict.fromkeys(name for entry in stored for name in entry.names)
@@ -221,6 +221,7 @@ class StateDict(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._names:
             raise KeyError(name)
+        self._settle()
         return self._state.read(name)
 
     def __iter__(self) -> Iterator[str]:

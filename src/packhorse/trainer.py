@@ -30,7 +30,7 @@ from packhorse.partition import Partition, partition_like
 from packhorse.plan import Measured, Plan, Strategy, read_plan
 from packhorse.precision import LossScale, Precision, check_precision, list_casts
 from packhorse.schedule import check
-from packhorse.search import Wish, choose
+from packhorse.search import Wish, choose, count_microbatches
 from packhorse.state import ModelState, StateDict
 from packhorse.store import DiskStore, RamStore, Stash, Store
 from packhorse.store.disk import Durability, check_durability
@@ -143,8 +143,9 @@ class Trainer:
             )
 
         if plan is not None:
-            wish = Wish.of(read_plan(plan, graph))
-        machine = Machine.probe(self._store.path if isinstance(self._store, DiskStore) else None)
+            wish = wish.pinned_to(read_plan(plan, graph))
+        place = self._store.path if isinstance(self._store, DiskStore) else None
+        machine = Machine.probe(place, device=self._device.name.partition(":")[0])
         machine = machine.slowed(self._store.link.bytes_per_second).without_disk()  # the store sees to that itself
         self._case, self.plan = choose(graph, case_of, wish, budget, machine)
         self._partition, self._layout = self._case.partition, self._case.layout
@@ -213,6 +214,11 @@ class Trainer:
         """Waits for updates and commits that are under way; if one fails, the step it belongs to is undone."""
         with self._undone_if_it_fails():
             self._executor.drain()
+
+    def _settle_if_open(self) -> None:
+        """A closed trainer has nothing under way."""
+        if not (self._closed or self._broken):
+            self._settle()
 
     def _roll_back(self, error: BaseException) -> None:
         """After a failure: with versions, all is as the last commit left it, but the position of the data, which moves on."""
@@ -283,7 +289,7 @@ class Trainer:
         """Parameters and persistent buffers by name, both names of ties; a value is a copy, read when it is asked for."""
         self._check_open()
         self._settle()
-        return StateDict(self._state)
+        return StateDict(self._state, self._settle_if_open)
 
     def load_into(self, model: nn.Module) -> None:
         """Copies all parameters and buffers into a model with memory of its own."""
@@ -380,7 +386,9 @@ class Trainer:
 
     def _split_size(self, graph: Graph, rows: int, training: bool) -> int:
         """Rows of a microbatch: as many microbatches as planned, or, to predict, pieces of the planned size."""
-        size = -(-rows // min(self.plan.microbatches, rows)) if training else min(self.plan.rows, rows)
+        if training:
+            return count_microbatches(graph, rows, self.plan.microbatches)[1]
+        size = min(self.plan.rows, rows)
         return max(size, 2) if graph.single_row and rows > 1 else size
 
     def _program(self, graph: Graph, part: Partition, num_microbatches: int, training: bool) -> Program:

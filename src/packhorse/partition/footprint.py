@@ -6,8 +6,8 @@ autograd keeps of each operation was found when the model was captured, so nothi
 
 from dataclasses import dataclass
 
-from packhorse.graph import Node
-from packhorse.graph.graph import Graph, find_roots
+from packhorse.graph import Node, Size
+from packhorse.graph.graph import Graph, Value, find_roots
 from packhorse.partition.segment import Segment
 
 
@@ -78,7 +78,12 @@ class _Walk:
         return [r for r in dict.fromkeys(self.roots[r] for r in node.results) if r in node.results]
 
     def _size(self, root: int) -> float:
-        return self.graph.values[root].nbytes * self.share
+        value = self.graph.values[root]
+        return value.nbytes * (self.share if _grows(value) else 1.0)
+
+    def _scale(self, node: Node, nbytes: int) -> float:
+        """Bytes a node takes beside its results, for these rows."""
+        return nbytes * (self.share if any(_grows(self.graph.values[r]) for r in node.results) else 1.0)
 
     def run(self, *, keep: bool) -> tuple[float, float]:
         """The peak of a forward, and what it leaves behind."""
@@ -88,8 +93,8 @@ class _Walk:
             made = self._made(node)
             size = sum(self._size(r) for r in made)
             working = node.operation.building_peak if keep else node.operation.forward_peak
-            peak = max(peak, live + max(working * self.share, size))
-            live += size + (node.operation.hidden * self.share if keep else 0)
+            peak = max(peak, live + max(self._scale(node, working), size))
+            live += size + (self._scale(node, node.operation.hidden) if keep else 0)
             alive.update(made)
             for root in [r for r in alive if self.last[r] <= i and not (keep and r in self.savers)]:
                 alive.remove(root)
@@ -99,14 +104,14 @@ class _Walk:
 
     def differentiate(self, graph_bytes: float) -> float:
         """The peak of a backward, from the bytes of its graph."""
-        values, share = self.graph.values, self.share
+        values = self.graph.values
         live = peak = graph_bytes
         gradients: dict[int, float] = {}  # by storage; those of outputs come from outside
         made = {root for node in self.nodes for root in self._made(node)}
         for i, node in reversed(list(enumerate(self.nodes))):
             operation = node.operation
             if any(values[r].type.differentiable for r in node.results):
-                working = operation.backward_peak * share if not self._touches_parameter(node) else 0.0
+                working = 0.0 if self._touches_parameter(node) else self._scale(node, operation.backward_peak)
                 parameters = [
                     o for o in node.operands if values[o].kind == "parameter" and values[o].type.differentiable
                 ]
@@ -127,7 +132,7 @@ class _Walk:
                         live -= gone
                 gradients.update(new)
                 live += sum(new.values()) + fresh
-            live -= operation.hidden * share
+            live -= self._scale(node, operation.hidden)
             for root in [r for r in made if self.savers.get(r) == i and self.last[r] < len(self.nodes)]:
                 live -= self._size(root)
             peak = max(peak, live)
@@ -136,3 +141,8 @@ class _Walk:
     def _touches_parameter(self, node: Node) -> bool:
         """Then what its backward allocates does not all grow with the rows, and is added up from its parts."""
         return any(self.graph.values[o].kind == "parameter" for o in node.operands)
+
+
+def _grows(value: Value) -> bool:
+    """Whether it has rows. A loss has none and is small; a mask, or a parameter in another precision, has its full size."""
+    return any(isinstance(size, Size) for size in value.type.shape) or value.nbytes < 4096
