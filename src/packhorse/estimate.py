@@ -123,7 +123,7 @@ class _Walk:
                 self._advance()
                 handlers[kind](s, k)
                 self._release()
-            if not self.is_away:
+            if self.case.is_seen or not self.is_away:
                 self._end_updates()
         return self._finish(*before)
 

@@ -139,6 +139,7 @@ class Trainer:
                 given,
                 self._store.versions,
                 self._store.link.bytes_per_second is not None,
+                given > 0 and not on_disk,
                 list_casts(self.model, self.precision),
             )
 
