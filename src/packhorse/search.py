@@ -27,6 +27,7 @@ from packhorse.plan import Plan, Strategy, find_fingerprint, read_plan
 from packhorse.units import format_bytes, format_seconds
 
 UNLIMITED = 1 << 62
+ROOM = 0.95  # of a budget is spent on what only makes it faster
 MOST_WAITING = 4  # updates that may wait for the disk
 EQUAL = 0.99  # a plan must beat another by that to be preferred to one that was tried before
 
@@ -200,6 +201,10 @@ class _Search:
     def _fits(self, plan: Plan) -> bool:
         return self._excess(plan) <= 0
 
+    def _has_room(self, plan: Plan) -> bool:
+        """Whether it fits with something to spare: an estimate is not exact, and what it adds could be done without."""
+        return _excess(plan.estimate, {tier: int(ROOM * limit) for tier, limit in self.limits.items()}) <= 0
+
     def _excess(self, plan: Plan) -> int:
         return _excess(plan.estimate, self.limits)
 
@@ -214,14 +219,14 @@ class _Search:
             while fewest < most:
                 count = (fewest + most + 1) // 2
                 tried = self._price(replace(plan, kept=frozenset(order[:count])))
-                if self._fits(tried):
+                if self._has_room(tried):
                     fewest, best = count, tried
                 else:
                     most = count - 1
         if self.case.on_disk and self.wish.stash_bytes is None:
-            left = self.limits["host"] - best.estimate.peak["host"]
+            left = int(ROOM * self.limits["host"]) - best.estimate.peak["host"]
             tried = self._price(replace(best, stash_bytes=max(left, 0)))
-            best = tried if self._fits(tried) else best
+            best = tried if self._has_room(tried) else best
         return best if best.estimate.seconds <= plan.estimate.seconds else plan
 
     def _let_updates_wait(self, plan: Plan) -> Plan:
@@ -229,7 +234,7 @@ class _Search:
         if plan.strategy == "resident" or self.wish.updates_ahead is not None:
             return plan
         tried = self._price(replace(plan, updates_ahead=MOST_WAITING))
-        return tried if self._fits(tried) and tried.estimate.seconds < EQUAL * plan.estimate.seconds else plan
+        return tried if self._has_room(tried) and tried.estimate.seconds < EQUAL * plan.estimate.seconds else plan
 
     # -- why
 
