@@ -31,7 +31,6 @@ class Case:
     model_bytes: int = 0  # those, given back when the store is filled
     versions: int = 1  # of each block on disk
     is_slowed: bool = False  # a store in RAM that is slowed down as if it were behind a link
-    is_seen: bool = False  # the user sees the parameters: updates end with the step
     casts: tuple[Cast, ...] = ()
 
     # -- parameters

@@ -123,7 +123,7 @@ class _Walk:
                 self._advance()
                 handlers[kind](s, k)
                 self._release()
-            if self.case.is_seen or not self.is_away:
+            if not self.case.on_disk:
                 self._end_updates()
         return self._finish(*before)
 

@@ -28,6 +28,7 @@ from packhorse.units import format_bytes, format_seconds
 
 UNLIMITED = 1 << 62
 ROOM = 0.95  # of a budget is spent on what only makes it faster
+WORTH = 0.97  # of the time, for what costs memory that need not be spent
 MOST_WAITING = 4  # updates that may wait for the disk
 EQUAL = 0.99  # a plan must beat another by that to be preferred to one that was tried before
 
@@ -234,7 +235,7 @@ class _Search:
         if plan.strategy == "resident" or self.wish.updates_ahead is not None:
             return plan
         tried = self._price(replace(plan, updates_ahead=MOST_WAITING))
-        return tried if self._has_room(tried) and tried.estimate.seconds < EQUAL * plan.estimate.seconds else plan
+        return tried if self._has_room(tried) and tried.estimate.seconds < WORTH * plan.estimate.seconds else plan
 
     # -- why
 

@@ -188,13 +188,11 @@ class ModelState:
             raise PackhorseError(f"the run has no parameter or buffer {name!r}; it was made for another model")
         return found
 
-    def hand_over(self, model: nn.Module) -> bool:
+    def hand_over(self, model: nn.Module) -> None:
         """The module's parameters become views of a store in RAM, or, with a store on disk, give their memory back.
 
-        They stay the same objects, so the optimizer stays valid. Given back, they keep their shape and read as NaN. Returns
-        whether any is a view, through which a user sees every update.
+        They stay the same objects, so the optimizer stays valid. Given back, they keep their shape and read as NaN.
         """
-        is_seen = False
         for name, parameter in model.named_parameters():
             if parameter.is_meta:
                 continue
@@ -202,11 +200,9 @@ class ModelState:
             flat = self.store.view(block, MASTER)
             if flat is not None and parameter.dtype == flat.dtype:
                 parameter.data = slot.view(flat)
-                is_seen = True
             else:
                 nothing = torch.full((), torch.nan if parameter.is_floating_point() else 0, dtype=parameter.dtype)
                 parameter.data = nothing.expand(parameter.shape)
-        return is_seen
 
 
 class StateDict(Mapping[str, Tensor]):

@@ -139,7 +139,6 @@ class Trainer:
                 given,
                 self._store.versions,
                 self._store.link.bytes_per_second is not None,
-                given > 0 and not on_disk,
                 list_casts(self.model, self.precision),
             )
 
@@ -167,7 +166,7 @@ class Trainer:
             overlap=overlap,
             updates_ahead=self.plan.updates_ahead,
         )
-        self._is_seen = self._state.hand_over(self.model)
+        self._state.hand_over(self.model)
         _open.add(self)
 
     # -- the loop's verbs
@@ -185,7 +184,7 @@ class Trainer:
         task.loss_scale = self.scaler.scale if self.scaler else 1.0
         with self._undone_if_it_fails():
             self._executor.run(task)
-            if self._is_seen:
+            if not self._store.on_disk:  # there is nothing to wait for but compute, and the user may see the parameters
                 self._executor.drain()
             if task.overflowed:
                 self._updater.forget_parked()
