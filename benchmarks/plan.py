@@ -126,7 +126,7 @@ def measure(case: Case, directory: str, steps: int, results: Any) -> None:
         optimizer,
         batch,
         loss=loss,
-        precision=case.precision,  # type: ignore[arg-type]
+        precision=case.precision,  # type: ignore[arg-type]  # the trainer checks it
         store=Path(directory) / "store" if case.on_disk else None,
         **case.choices,
     ) as trainer:

@@ -384,7 +384,7 @@ def make_plan(
     """
     machine = find_machine(machine)
     outline = _Outline(graph)
-    stepper = Stepper(optimizer([p for _, p in outline.named_parameters()]), outline)  # type: ignore[arg-type]
+    stepper = Stepper(optimizer([p for _, p in outline.named_parameters()]), outline)  # type: ignore[arg-type]  # names are all it asks for
     wish = Wish(strategy, microbatches)
     if plan is not None:
         plan = read_plan(plan, graph)
@@ -398,7 +398,7 @@ def make_plan(
         deferred = update == "deferred" or graph.precision == "fp16"
         return Case(
             part,
-            make_layout(outline, part, stepper, on_disk=on_disk, deferred=deferred),  # type: ignore[arg-type]
+            make_layout(outline, part, stepper, on_disk=on_disk, deferred=deferred),  # type: ignore[arg-type]  # likewise
             graph.batch.rows,
             graph.precision,
             "deferred" if deferred else "eager",
