@@ -6,14 +6,17 @@
     python benchmarks/relay.py depth   # peak memory over depth, and over the number of microbatches
     python benchmarks/relay.py overlap # a store slowed until it takes as long as compute: with overlap, and without
 
-Every contender is a process of its own that takes a step when told to, so that steps of different contenders alternate while
-each has its own peak memory. Options: --precision, --repeats, --tokens, --layers.
+Every contender is a process of its own, with its own peak memory. All take the same steps, in turns of a few seconds, stopped
+in between: the speed of a machine that changes from minute to minute changes for all alike. A step's seconds are those in
+which its process ran. Options: --precision, --repeats, --tokens, --layers.
 """
 
 import argparse
 import multiprocessing
+import os
 import resource
 import shutil
+import signal
 import statistics
 import tempfile
 import time
@@ -158,7 +161,7 @@ CONTENDERS: dict[str, Any] = {
 
 
 def contend(name: str, options: argparse.Namespace, directory: str, pipe: Connection) -> None:
-    """A contender's process: answers each word with a step's seconds, and at last with its memory."""
+    """A contender's process: takes a step when told to, says when it is done, and tells its memory at last."""
     import torch  # noqa: F401
 
     import packhorse  # noqa: F401
@@ -169,49 +172,84 @@ def contend(name: str, options: argparse.Namespace, directory: str, pipe: Connec
     losses = []
     pipe.send("ready")
     while pipe.recv() == "step":
-        started = time.perf_counter()
         losses.append(step())
-        pipe.send(time.perf_counter() - started)
+        pipe.send("done")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     pipe.send({"peak_rss_mb": round(peak / 1e6), "above_import_mb": round((peak - imported) / 1e6), "losses": losses})
 
 
+TURN = 2.0  # seconds
+
+
+class Contender:
+    """A process that takes steps, in turns, and the seconds it ran for each."""
+
+    def __init__(self, context: Any, name: str, options: argparse.Namespace, directory: str):
+        self.name, self.running = name, 0.0
+        self.seconds: list[float] = []
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=contend, args=(name, options, directory, theirs))
+        self.process.start()
+        theirs.close()
+        assert self.pipe.recv() == "ready"
+
+    def take(self, steps: int) -> None:
+        for _ in range(steps):
+            self.pipe.send("step")
+        self._signal(signal.SIGSTOP)
+
+    def run(self, steps: int) -> None:
+        """One turn, of at most `steps` in all."""
+        self._signal(signal.SIGCONT)
+        started = time.perf_counter()
+        while (left := started + TURN - time.perf_counter()) > 0 and self.pipe.poll(left):
+            assert self.pipe.recv() == "done"
+            self.seconds.append(self.running + time.perf_counter() - started)
+            started, self.running = time.perf_counter(), 0.0
+            print(f"{self.name}: step {len(self.seconds)}: {self.seconds[-1]:.2f} s", flush=True)
+            if len(self.seconds) == steps:
+                return
+        self._signal(signal.SIGSTOP)
+        self.running += time.perf_counter() - started
+
+    def end(self) -> dict[str, Any]:
+        self.pipe.send("quit")
+        told = self.pipe.recv()
+        self.process.join()
+        return dict(told)
+
+    def _signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+
 def run(names: list[str], options: argparse.Namespace) -> dict[str, Any]:
-    """One warm-up step each, then `repeats` rounds of one step each."""
-    context = multiprocessing.get_context("spawn")
-    pipes, children = {}, {}
-    directory = tempfile.mkdtemp(dir=options.directory)
-    for name in names:
-        pipes[name], theirs = context.Pipe()
-        place = str(Path(directory) / str(names.index(name)))
-        children[name] = context.Process(target=contend, args=(name, options, place, theirs))
-        children[name].start()
-        assert pipes[name].recv() == "ready"
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for repeat in range(options.repeats + 1):
-        for name in names:
-            pipes[name].send("step")
-            taken = pipes[name].recv()
-            print(f"{name}: step {repeat}: {taken:.2f} s", flush=True)
-            if repeat or not options.repeats:
-                seconds[name].append(taken)
+    """One warm-up step each, then `repeats` steps each, in turns."""
+    context, directory = multiprocessing.get_context("spawn"), tempfile.mkdtemp(dir=options.directory)
+    contenders = [Contender(context, name, options, str(Path(directory) / str(i))) for i, name in enumerate(names)]
+    steps = options.repeats + 1
+    for contender in contenders:
+        contender.take(steps)
+    while waiting := [c for c in contenders if len(c.seconds) < steps]:
+        for contender in waiting:
+            contender.run(steps)
     results = {}
-    for name in names:
-        pipes[name].send("quit")
-        results[name] = pipes[name].recv()
-        children[name].join()
-        median = statistics.median(seconds[name])
-        results[name] |= {"median_seconds": round(median, 3), "seconds": [round(s, 3) for s in seconds[name]]}
-        results[name]["tokens_per_second"] = round(options.tokens / median, 1)
+    for contender in contenders:
+        seconds = contender.seconds[1:] or contender.seconds
+        results[contender.name] = contender.end()
+        results[contender.name] |= {
+            "seconds": [round(s, 3) for s in seconds],
+            "median_seconds": round(statistics.median(seconds), 3),
+            "tokens_per_second": round(options.tokens * len(seconds) / sum(seconds), 1),
+        }
     shutil.rmtree(directory)
     return results
 
 
 def ratio(results: dict[str, Any], name: str, against: str) -> dict[str, float]:
-    """Speed (median of the ratios of neighbouring steps) and memory of one contender against another."""
-    pairs = zip(results[against]["seconds"], results[name]["seconds"], strict=True)
+    """Speed, over all steps, and memory of one contender against another."""
     return {
-        "speed": round(statistics.median(a / b for a, b in pairs), 3),
+        "speed": round(sum(results[against]["seconds"]) / sum(results[name]["seconds"]), 3),
         "memory": round(results[name]["peak_rss_mb"] / results[against]["peak_rss_mb"], 3),
     }
 
@@ -242,8 +280,7 @@ def main() -> None:
         options.layers, options.heads, options.width = options.layers or 48, 25, 1600
         moving, staying = list(CONTENDERS)[5:7]
         results = run([moving, staying], options)
-        pairs = zip(results[moving]["seconds"], results[staying]["seconds"], strict=True)
-        results["step / the same list without movement"] = round(statistics.median(a / b for a, b in pairs), 3)
+        results["step / the same list without movement"] = round(1 / ratio(results, moving, staying)["speed"], 3)
     elif options.question == "durability":
         options.layers, options.heads, options.width = options.layers or 12, 16, 1024
         names = options.only or list(CONTENDERS)[7:]

@@ -137,10 +137,11 @@ def _record(entry: Entry, tensors: list[Tensor], reason: str) -> Graph:
 def _in_child(make: Callable[[], Graph]) -> Graph:
     """Runs `make` in a forked child and brings its graph back.
 
-    Where forking is not possible (no fork on this system, or an accelerator already initialised, which a fork cannot
-    share) it runs here, and the caller keeps the tracer's memory.
+    Where forking is not possible (no fork on this system, an accelerator already initialised, which a fork cannot share, or
+    a daemonic process, which may have no children) it runs here, and the caller keeps the tracer's memory.
     """
-    if "fork" not in multiprocessing.get_all_start_methods() or sys.platform == "darwin" or torch.cuda.is_initialized():
+    can_fork = "fork" in multiprocessing.get_all_start_methods() and sys.platform != "darwin"
+    if not can_fork or torch.cuda.is_initialized() or multiprocessing.current_process().daemon:
         return make()
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
