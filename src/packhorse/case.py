@@ -6,17 +6,22 @@ all twins. `estimate` walks lists of actions with it, `search` compares them.
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from packhorse.graph import Size
 from packhorse.layout import Layout
 from packhorse.machine import Machine
+from packhorse.memory import LEEWAY
+from packhorse.optimizer import Stepper
 from packhorse.partition import Footprint, Partition, Segment, find_footprint
 from packhorse.precision import Cast, Precision
-from packhorse.price import Price, price_node
+from packhorse.price import PASSES, Price, price_node, price_update
+from packhorse.rehearse import Likely, Rehearsed
 from packhorse.store import GRADIENT, MASTER, Block
+
+RUNTIME = 24 << 20  # records of the graph, threads, what kernels keep for themselves
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,8 @@ class Case:
     versions: int = 1  # of each block on disk
     is_slowed: bool = False  # a store in RAM that is slowed down as if it were behind a link
     casts: tuple[Cast, ...] = ()
+    stepper: Stepper | None = None
+    rehearsed: Rehearsed = field(default_factory=Rehearsed)
 
     # -- parameters
 
@@ -124,18 +131,49 @@ class Case:
         return self._footprints[key]
 
     @cached_property
-    def _prices(self) -> dict[tuple[Any, int, str], Price]:
+    def _prices(self) -> dict[Any, Price]:
         return {}
 
-    def price(self, s: int, rows: int, machine: Machine) -> Price:
+    def price(self, s: int, rows: int, machine: Machine, *, resident: bool) -> Price:
         """Forward and backward of a segment, in seconds."""
         segment = self.partition.segments[s]
-        key = (_find_kind(segment), rows, machine.name)
+        kind = _find_kind(segment)
+        key = (kind, rows, resident, machine.name)
         if key not in self._prices:
-            share = rows / segment.graph.batch.rows
-            prices = [price_node(segment.graph, node, machine, share) for node in segment.nodes]
-            self._prices[key] = Price(sum(p.forward for p in prices), sum(p.backward for p in prices))
+            priced = _price_by_rates(segment, rows, machine)
+            self._prices[key] = self.rehearsed.refine(kind, rows, resident, priced) if machine.is_here else priced
         return self._prices[key]
+
+    def rehearse(self, rows: int, machine: Machine, *, resident: bool) -> bool:
+        """Runs segments of every kind for so many rows. False: all that could be learned is known."""
+        if self.stepper is not None and self.rehearsed.update is None:
+            self.rehearsed.update = self.stepper.measure()
+        likely = [self._think_of(s, rows, machine) for s in self.partition.segments]
+        return self.rehearsed.learn(likely, rows, resident, machine.device)
+
+    def _think_of(self, segment: Segment, rows: int, machine: Machine) -> Likely:
+        s, priced = segment.index, _price_by_rates(segment, rows, machine)
+        footprint, (stashed, restored, _) = self.footprint(s, rows), self.crossing[s]
+        crossing = sum(self.bytes_of(name, rows) for name in (*stashed, *restored))
+        kind, gradients = _find_kind(segment), self.gradient_bytes[s]
+        return Likely(kind, segment, priced, footprint.graph, footprint.backward, gradients, crossing)
+
+    def price_update(self, block: Block, machine: Machine) -> float:
+        """Seconds of a core of the host."""
+        if self.rehearsed.update is None or not machine.is_here:
+            return price_update(block, machine)
+        return PASSES[block.whole] * block.numel * self.rehearsed.update
+
+    def kept_bytes(self, rows: int, *, resident: bool) -> int:
+        """What malloc keeps of what is freed, and kernels and threads for themselves: as a rehearsal showed, or a guess."""
+        kept = self.rehearsed.kept.get((rows, resident))
+        return LEEWAY + RUNTIME if kept is None else max(kept, LEEWAY)
+
+
+def _price_by_rates(segment: Segment, rows: int, machine: Machine) -> Price:
+    share = rows / segment.graph.batch.rows
+    prices = [price_node(segment.graph, node, machine, share) for node in segment.nodes]
+    return Price(*(sum(column) for column in zip(*prices, strict=True)))
 
 
 def _find_kind(segment: Segment) -> Any:

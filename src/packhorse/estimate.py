@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from packhorse.case import Case, count_uses, master_bytes
 from packhorse.machine import Machine
-from packhorse.memory import IDLE, LEEWAY, Tier
-from packhorse.price import price_update
+from packhorse.memory import IDLE, Tier
+from packhorse.price import Price, price_update
 from packhorse.schedule import Action
 from packhorse.store import GRADIENT, MASTER, Block
 from packhorse.store.blocks import UNIT
@@ -60,7 +60,7 @@ def estimate_plain(case: Case, machine: Machine, microbatches: int = 1, *, check
     tier: Tier = "host" if machine.device == "cpu" else "device"
     segments = range(len(case.partition.segments))
     footprints = [case.footprint(s, rows) for s in segments]
-    prices = [case.price(s, rows, machine) for s in segments]
+    prices = [case.price(s, rows, machine, resident=True) for s in segments]
     states = sum(b.all_nbytes - (b.nbytes(GRADIENT) if GRADIENT in b.kinds else 0) for b in case.layout.blocks)
     gradients = sum(master_bytes(b) for b in case.layout.blocks if case.layout.home(b) is not None)
     boundaries = sum(case.bytes_of(name, rows) for stashed, _, _ in case.crossing for name in stashed)
@@ -70,8 +70,8 @@ def estimate_plain(case: Case, machine: Machine, microbatches: int = 1, *, check
     kinds["weights"] = sum(b.working_nbytes for b in case.layout.blocks if b.is_cast)  # as autocast keeps them
     if tier == "host":
         kinds["base"] = case.base_bytes
-    forward, backward = sum(p.forward for p in prices), sum(p.backward for p in prices)
-    compute = microbatches * (forward * (2 if checkpointed else 1) + backward)
+    again = sum(p.forward for p in prices) if checkpointed else 0.0
+    compute = microbatches * (again + sum(p.building + p.backward for p in prices))
     update = sum(price_update(b, machine, on_device=True) for blocks in case.homes.values() for b in blocks)
     busy = {"compute": compute, "update": update}
     return Estimate(compute + update, {tier: sum(kinds.values())}, {tier: kinds}, {}, busy, "compute")
@@ -134,8 +134,8 @@ class _Walk:
         case = self.case
         self._add("host", "base", case.base_bytes)
         if self.on_cpu:
-            self._add("host", "runtime", RUNTIME)
-            self._add("host", "kept by malloc", LEEWAY)
+            kept = case.kept_bytes(self.choices.rows, resident=self.choices.resident)
+            self._add("host", "kept by malloc and kernels", kept)
         if case.on_disk:
             self._add("disk", "store", case.disk_bytes)
             updated = [b for blocks in case.homes.values() for b in blocks]
@@ -242,13 +242,17 @@ class _Walk:
 
     def _f(self, s: int, k: int) -> None:
         footprint = self.case.footprint(s, self.choices.rows)
-        self._compute(s, k, self.case.price(s, self.choices.rows, self.machine).forward)
-        if self._keeps(s):
+        price, keeps = self._price(s), self._keeps(s)
+        self._compute(s, k, price.building if keeps else price.forward)
+        if keeps:
             self._note(self.device, footprint.building)
             self._add(self.device, "graphs", self._graph_bytes(s))
         else:
             self._note(self.device, footprint.forward)
             self._let_go(s, k)
+
+    def _price(self, s: int) -> Price:
+        return self.case.price(s, self.choices.rows, self.machine, resident=self.choices.resident)
 
     def _keeps(self, s: int) -> bool:
         last = len(self.case.partition.segments) - 1
@@ -260,7 +264,7 @@ class _Walk:
         return int(self.case.footprint(s, self.choices.rows).graph * times)
 
     def _r(self, s: int, k: int) -> None:
-        self._compute(s, k, self.case.price(s, self.choices.rows, self.machine).forward)
+        self._compute(s, k, self._price(s).building)
         self._note(self.device, self.case.footprint(s, self.choices.rows).building)
         self._add(self.device, "graphs", self._graph_bytes(s))
 
@@ -269,7 +273,7 @@ class _Walk:
         summed = case.gradient_bytes[s]
         adding = 3 * summed / self.machine.rate("elementwise")
         adds = times if s in self.sums else times - 1  # the first gradient becomes the sum
-        self._compute(s, k, case.price(s, self.choices.rows, self.machine).backward + adding * adds / times)
+        self._compute(s, k, self._price(s).backward + adding * adds / times)
         footprint = case.footprint(s, self.choices.rows)
         self._add(self.device, "graphs", -self._graph_bytes(s))
         if s not in self.sums and times > 1:
@@ -385,7 +389,7 @@ class _Walk:
         """The update thread takes its next job, the first segment first."""
         _, _, name, block, own, start = heapq.heappop(self.jobs)
         start = max(start, self.updater_free)
-        seconds = price_update(block, self.machine)
+        seconds = self.case.price_update(block, self.machine)
         read = self._move("read", start, block.all_nbytes) if self.is_away else start
         if self.on_cpu:  # beside compute, from which it takes its time
             self.debt += seconds
@@ -429,6 +433,3 @@ class _Walk:
 
     def _commit(self, *_: None) -> None:
         """The end of the walk waits for what is pending."""
-
-
-RUNTIME = 24 << 20  # records of the graph, threads, what kernels keep for themselves

@@ -27,6 +27,7 @@ from packhorse.keys import key_generator
 from packhorse.memory import Heap
 from packhorse.optimizer import Group
 from packhorse.partition import Partition, Segment
+from packhorse.running import Running
 from packhorse.schedule import Action, show
 from packhorse.state import ModelState
 from packhorse.store import Block, Stash
@@ -151,12 +152,11 @@ class Executor:
         self.device, self.updater, self.stash = device, updater, stash
         self.seed, self.overlap = seed, overlap
         self.updates_ahead = updates_ahead if overlap else 0
-        self.heap = heap
         self.worker = Lane("packhorse-update", 1)
         self.pending: dict[str, Future[Any]] = {}  # block -> its update
         self.fetched: dict[int, Fetched] = {}
         self.in_flight: set[Future[Any]] = set()  # updates, as far as they hold on to gradients
-        self.running: Segment | None = None
+        self.running = Running(heap)
         self.handlers = {
             "F": self._forward,
             "R": self._recompute,
@@ -253,14 +253,6 @@ class Executor:
 
     # -- compute
 
-    def _turn_to(self, segment: Segment, share: float) -> None:
-        """Compute goes to another segment. What the last one left on the heap is of use to a twin, and to no other."""
-        before, self.running = self.running, segment
-        if not _are_twins(before, segment):
-            self.heap.tidy()
-        elif before is not segment:
-            self.heap.tidy(segment.parameter_nbytes + int(2 * share * sum(node.nbytes for node in segment.nodes)))
-
     def _segment(self, task: Task, action: Action) -> tuple[Segment, int]:
         assert action.segment is not None and action.microbatch is not None
         return task.program.partition.segments[action.segment], action.microbatch
@@ -299,7 +291,7 @@ class Executor:
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The segment on fresh leaves."""
         microbatch = task.microbatches[k]
-        self._turn_to(segment, microbatch.rows / task.program.partition.graph.batch.rows)
+        self.running.turn_to(segment, microbatch.rows / task.program.partition.graph.batch.rows)
         inputs = self._take_inputs(task, segment, k)
         rng = key_generator(self.device.generator, self.seed, task.step, microbatch.number)
         leaves = {
@@ -499,7 +491,7 @@ class Executor:
         As many blocks as planned may wait while another is worked on: more would pile up gradients.
         """
         finished: Future[Any] = Future()
-        owner = self.running
+        owner = self.running.segment
 
         def work() -> None:
             try:
@@ -510,8 +502,7 @@ class Executor:
                 if gradient is not None:
                     gradient.let_go()
                 raise
-            if not _are_twins(owner, self.running):  # who would use again what the gradient leaves
-                self.heap.tidy(computing=True)
+            self.running.tidy_after(owner)
             gather([] if writes is None else [writes], lambda: None).add_done_callback(partial(pass_on, finished))
 
         def failed(worked: "Future[Any]") -> None:
@@ -544,10 +535,6 @@ def _wait_for_all(futures: "Sequence[Future[Any]]") -> None:
     while not all(future.done() for future in futures):
         with contextlib.suppress(KeyboardInterrupt):
             wait(futures)
-
-
-def _are_twins(a: Segment | None, b: Segment | None) -> bool:
-    return a is not None and b is not None and a.code is b.code
 
 
 def _find_alone(found: Mapping[str, Tensor | None], others: Sequence[Tensor]) -> set[str]:

@@ -9,9 +9,10 @@ import mmap
 import os
 import sys
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -71,6 +72,26 @@ def peak_resident_bytes() -> int:
     except ImportError:  # Windows
         return TYPICAL
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+class PeakWatch:
+    """By how much this process grows from now on, at most; None where the system does not tell."""
+
+    def __init__(self) -> None:
+        self._before: int | None = None
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+            self._before = self._peak()
+        except (OSError, ValueError):
+            pass
+
+    def read(self) -> int | None:
+        return None if self._before is None else self._peak() - self._before
+
+    def _peak(self) -> int:
+        """Not what getrusage says: that includes the process that started this one."""
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
 
 
 def available_bytes() -> int:
@@ -203,6 +224,7 @@ class Heap:
     def __init__(self, ledger: Ledger, plenty: bool):
         self.ledger, self.plenty = ledger, plenty
         self._base = self._floor = self._uncounted_bytes()
+        self._left: deque[int] = deque(maxlen=4)
         try:
             libc = ctypes.CDLL(None)
             self._trim: Callable[[int], int] | None = libc.malloc_trim
@@ -220,8 +242,9 @@ class Heap:
         if self._trim is None or self.plenty or self._uncounted_bytes() <= self._floor + LEEWAY + reusable:
             return
         self._trim(0)
-        if not computing:
-            self._floor = max(self._uncounted_bytes(), self._base)
+        if not computing:  # of a few: an update that is about to end may hold what no longer counts
+            self._left.append(self._uncounted_bytes())
+            self._floor = max(min(self._left), self._base)
 
     def _uncounted_bytes(self) -> int:
         """What the process has beside the tensors that are counted: code, records, and what malloc keeps."""

@@ -6,6 +6,7 @@ parameter may be cut into tiles without changing a bit. That is found by trying 
 """
 
 import inspect
+import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from packhorse.errors import OptimizerError
+from packhorse.threads import using_threads
 
 Group = dict[str, Any]
 
@@ -150,6 +152,18 @@ class Stepper:
         if group not in self._tileable:
             self._tileable[group] = self._try_tiles(group)
         return self._tileable[group]
+
+    def measure(self) -> float:
+        """Seconds a step takes for one element, on one core, over more memory than a cache holds."""
+        group, count = next(iter(self.groups.values())), 32
+        pieces = [Piece(group, torch.zeros(TILE), torch.ones(TILE), {}) for _ in range(count)]
+        with using_threads(1):
+            for piece in pieces:
+                self._step_probe(piece)  # makes the states
+            started = time.perf_counter()
+            for piece in pieces:
+                self._step_probe(piece)
+            return (time.perf_counter() - started) / (count * TILE)
 
     def _try_tiles(self, group: int) -> bool:
         generator = torch.Generator().manual_seed(0)

@@ -27,13 +27,17 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "random": ("dropout", "bernoulli", "rand", "native_dropout"),
 }
 BY_FLOPS = ("attention", "convolution", "matmul", "recurrent")
+PASSES = {False: 1, True: 3}  # over memory, by an update in tiles, and of whole tensors
 OVERHEAD = 8e-6  # seconds to start a kernel from Python, where it was not measured
 
 _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class Price(NamedTuple):
+    """Seconds: of a forward to be forgotten, of one that builds a graph, of a backward."""
+
     forward: float
+    building: float
     backward: float
 
 
@@ -51,26 +55,26 @@ def price_node(graph: Graph, node: Node, machine: Machine, share: float) -> Pric
     """For `share` of the example's rows. Backward is only priced where there is one: a product for each operand's gradient,
     or the bytes moved once more."""
     forward, backward = (machine.kernels.get(name, OVERHEAD) for name in ("launch", "launch.backward"))
-    price, values = _price_kernel(graph, node, machine, share), graph.values
-    price = Price(forward + price.forward, backward + price.backward if price.backward else 0.0)
+    values = graph.values
+    own_forward, own_backward = _price_kernel(graph, node, machine, share)
+    forward += own_forward
+    backward = backward + own_backward if own_backward else 0.0
     results = [share * values[r].nbytes for r in node.results]
     gradients = [
         (1.0 if values[o].kind == "parameter" else share) * values[o].nbytes
         for o in node.operands
         if values[o].type.differentiable
     ]
-    if node.operation.aliases and not node.operation.forward_peak:
-        return price
-    return Price(
-        price.forward + _price_fresh(machine, *results),
-        price.backward + _price_fresh(machine, *gradients) * (price.backward > 0),
-    )
+    if not node.operation.aliases or node.operation.forward_peak:
+        forward += _price_fresh(machine, *results)
+        backward += _price_fresh(machine, *gradients) if backward else 0.0
+    return Price(forward, forward, backward)
 
 
-def _price_kernel(graph: Graph, node: Node, machine: Machine, share: float) -> Price:
+def _price_kernel(graph: Graph, node: Node, machine: Machine, share: float) -> tuple[float, float]:
     operation, values = node.operation, graph.values
     if operation.aliases and not operation.flops and not operation.forward_peak:
-        return Price(0.0, 0.0)  # a view
+        return 0.0, 0.0  # a view
     differentiable = any(values[r].type.differentiable for r in node.results)
     family = find_family(operation.name)
     if operation.flops and family in BY_FLOPS:
@@ -81,17 +85,17 @@ def _price_kernel(graph: Graph, node: Node, machine: Machine, share: float) -> P
         needed = sum(values[o].type.differentiable for o in node.operands[:2])  # a product for each operand's gradient
         products = max(needed, 1) if differentiable else 0
         backward = products * flops / machine.rate(family, precision, backward=True)
-        return Price(share * flops / forward, share * backward)
+        return share * flops / forward, share * backward
     moved = operation.nbytes + sum(values[o].nbytes for o in node.operands)
     if family == "index" and operation.name.startswith("embedding"):
         moved = 2 * operation.nbytes
         gradient = values[node.operands[0]].nbytes  # as large as the table, zeroed
         rate = machine.rate(family)
-        return Price(share * moved / rate, (gradient + share * moved) / rate if differentiable else 0.0)
+        return share * moved / rate, (gradient + share * moved) / rate if differentiable else 0.0
     forward_seconds = share * moved / machine.rate(family)
     backward_bytes = moved + sum(values[o].nbytes for o in node.operands if values[o].type.differentiable)
     backward_seconds = share * backward_bytes / machine.rate(family, backward=True) if differentiable else 0.0
-    return Price(forward_seconds, backward_seconds)
+    return forward_seconds, backward_seconds
 
 
 def _is_causal(operation: Operation) -> bool:
@@ -102,7 +106,7 @@ def _is_causal(operation: Operation) -> bool:
 
 
 def price_update(block: Block, machine: Machine, *, on_device: bool = False) -> float:
-    """Every kind is read and written, the gradient read; what cannot be updated in tiles passes over it several times."""
+    """Every kind is read and written, the gradient read."""
     kinds = sum(dtype.itemsize for kind, dtype in block.kinds.items() if kind != GRADIENT)
     rate = machine.bandwidth["device"] if on_device else machine.rate("update")
-    return (3 if block.whole else 1) * block.numel * (2 * kinds + 4) / rate
+    return PASSES[block.whole] * block.numel * (2 * kinds + 4) / rate

@@ -24,11 +24,14 @@ from packhorse.memory import TYPICAL, Memory, Tier, read_budget, resident_bytes
 from packhorse.optimizer import Stepper
 from packhorse.partition import Partition, find_places, partition
 from packhorse.plan import Plan, Strategy, find_fingerprint, read_plan
+from packhorse.rehearse import Rehearsed
 from packhorse.units import format_bytes, format_seconds
 
 UNLIMITED = 1 << 62
 ROOM = 0.95  # of a budget is spent on what only makes it faster
 WORTH = 0.97  # of the time, for what costs memory that need not be spent
+LONG = 1.0  # seconds of a step from which on it is worth running its segments beforehand
+REHEARSALS = 3
 MOST_WAITING = 4  # updates that may wait for the disk
 EQUAL = 0.99  # a plan must beat another by that to be preferred to one that was tried before
 
@@ -74,10 +77,38 @@ class Wish:
 
 
 def choose(graph: Graph, case_of: CaseOf, wish: Wish, memory: Memory, machine: Machine) -> tuple[Case, Plan]:
-    """The fastest plan that fits. Without a budget a relay keeps nothing it need not keep."""
+    """The fastest plan that fits. Without a budget a relay keeps nothing it need not keep.
+
+    On this machine, where steps take long, the chosen plan's segments are run, and the choice is made anew with what is
+    known then, until it stands.
+    """
+    rehearsed = Rehearsed()
+    case, plan = _choose(graph, case_of, wish, memory, machine, rehearsed)
+    for _ in range(REHEARSALS):
+        if not _is_worth_running(case, plan, memory, machine) or not case.rehearse(
+            plan.rows, machine, resident=plan.strategy == "resident"
+        ):
+            break
+        case, plan = _choose(graph, case_of, wish, memory, machine, rehearsed)
+    return case, plan
+
+
+def _is_worth_running(case: Case, plan: Plan, memory: Memory, machine: Machine) -> bool:
+    """Not for short steps, and not if a second process would break the budget."""
+    if not machine.is_here or plan.estimate.seconds < LONG:
+        return False
+    segments = range(len(case.partition.segments))
+    largest = max(case.weights[s] + case.footprint(s, plan.rows).backward for s in segments)
+    needed = resident_bytes() + TYPICAL + (largest if machine.device == "cpu" else 0)
+    return needed <= _find_limits(case, memory, machine)["host"]
+
+
+def _choose(
+    graph: Graph, case_of: CaseOf, wish: Wish, memory: Memory, machine: Machine, rehearsed: Rehearsed
+) -> tuple[Case, Plan]:
     tried: list[tuple[Case, Plan]] = []
     for part in _partitions(graph, wish):
-        case = case_of(part)
+        case = replace(case_of(part), rehearsed=rehearsed)
         search = _Search(case, wish, machine, _find_limits(case, memory, machine), _has_budget(memory))
         found = search.run()
         if found is not None:
@@ -231,11 +262,18 @@ class _Search:
         return best if best.estimate.seconds <= plan.estimate.seconds else plan
 
     def _let_updates_wait(self, plan: Plan) -> Plan:
-        """Where the disk is slow, more updates may wait for forward, which leaves it idle; their gradients take memory."""
-        if plan.strategy == "resident" or self.wish.updates_ahead is not None:
+        """Updates may wait for each other, and, where the disk is slow, for forward, which leaves it idle.
+
+        Their gradients take memory. A second one is let wait wherever there is room: an update that now and then takes
+        longer than the backward beside it, which no estimate tells, holds nothing up then.
+        """
+        if not self.case.on_disk or self.wish.updates_ahead is not None:
             return plan
-        tried = self._price(replace(plan, updates_ahead=MOST_WAITING))
-        return tried if self._has_room(tried) and tried.estimate.seconds < WORTH * plan.estimate.seconds else plan
+        for count, worth in ((2, 1.0), (MOST_WAITING, WORTH)):
+            tried = self._price(replace(plan, updates_ahead=count))
+            if self._has_room(tried) and tried.estimate.seconds <= worth * plan.estimate.seconds:
+                plan = tried
+        return plan
 
     # -- why
 
@@ -276,6 +314,8 @@ class _Search:
             reasons.append(
                 "blocks that could not be traced run as they are: what they take inside is not known, only more"
             )
+        if case.rehearsed:
+            reasons.append("its segments were run on this machine, alone, to see how long they take")
         if found.bottleneck != "compute":
             reasons.append(f"a step waits most for {found.bottleneck}; more rows a step would hide it")
         if plan.strategy == "relay" and found.bottleneck == "compute":
@@ -405,6 +445,7 @@ def make_plan(
             on_disk,
             resident_bytes() if machine.is_here else TYPICAL,
             versions=1 if durability == "none" else 2,
+            stepper=stepper,
         )
 
     budget = read_budget(memory, machine.device)

@@ -140,6 +140,7 @@ class Trainer:
                 self._store.versions,
                 self._store.link.bytes_per_second is not None,
                 list_casts(self.model, self.precision),
+                self._stepper,
             )
 
         if plan is not None:

@@ -1,0 +1,263 @@
+"""The rehearsal: a few segments of each kind run on this machine, in a process of their own, to see how long they take.
+
+In: segments and the rows of a microbatch. Out: a `Price` for every kind of segment. Rates of families of kernels price any
+machine, but no rate holds for all shapes; where the machine is here, running is better than reckoning.
+"""
+
+import itertools
+import json
+import pickle
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packhorse.graph import Size
+from packhorse.graph.graph import Type
+from packhorse.memory import Heap, Ledger, PeakWatch
+from packhorse.partition import Segment
+from packhorse.price import Price
+from packhorse.running import Running
+
+TWINS = 2  # of each kind, at most, that take part: the second finds memory as the others will
+MICROBATCHES = 2
+
+
+@dataclass(frozen=True)
+class Likely:
+    """What is thought of a segment beforehand."""
+
+    kind: Any
+    segment: Segment
+    price: Price
+    graph: int  # bytes that stay between forward and backward
+    backward: int  # bytes at most at a time, the graph included
+    gradients: int  # bytes of the sums over microbatches
+    crossing: int  # bytes of its inputs, and of the gradients of its outputs
+
+
+@dataclass
+class Rehearsed:
+    """What kinds of segments took, at so many rows, beside what rates had made likely.
+
+    Where graphs are kept from forward to backward, forward finds no memory that it could use again and pays for new: times
+    are kept apart.
+    """
+
+    found: dict[tuple[Any, int, bool], tuple[Price, Price]] = field(default_factory=dict)  # kind, rows, resident
+    update: float | None = None  # seconds an element
+    kept: dict[tuple[int, bool], int] = field(default_factory=dict)  # bytes that malloc and kernels kept for themselves
+    tried: set[tuple[int, bool]] = field(default_factory=set)
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+    def learn(self, likely: Sequence[Likely], rows: int, resident: bool, device: str) -> bool:
+        """Runs segments, of which something is likely. False: there was nothing to learn."""
+        key = (rows, resident)
+        new = any((entry.kind, *key) not in self.found for entry in likely)
+        if key in self.tried or not new:
+            return False
+        self.tried.add(key)
+        chosen = _choose(likely)
+        prices, grown = rehearse([entry.segment for entry in chosen], rows, resident, device)
+        for entry, price in zip(chosen, prices, strict=True):
+            if price is not None:
+                self.found[entry.kind, rows, resident] = (price, entry.price)  # the last of its twins
+        if grown is not None and None not in prices:
+            self.kept[key] = max(grown - _add_up(chosen, resident), 0)
+        return any(price is not None for price in prices)
+
+    def refine(self, kind: Any, rows: int, resident: bool, priced: Price) -> Price:
+        """As it ran; at other rows, or for another kind, what rates make likely, corrected by how far off they were."""
+        if (kind, rows, resident) in self.found:
+            return self.found[kind, rows, resident][0]
+        near = [pair for (other, _, _), pair in self.found.items() if other == kind] or list(self.found.values())
+        if not near:
+            return priced
+        measured, likely = (Price(*map(sum, zip(*prices, strict=True))) for prices in zip(*near, strict=True))
+        return Price(*(p * m / q if q else p for p, m, q in zip(priced, measured, likely, strict=True)))
+
+
+def _choose(likely: Sequence[Likely]) -> list[Likely]:
+    """In order, no more than a few of each kind."""
+    seen: Counter[Any] = Counter()
+    chosen = []
+    for entry in likely:
+        seen[entry.kind] += 1
+        if seen[entry.kind] <= TWINS:
+            chosen.append(entry)
+    return chosen
+
+
+def _add_up(chosen: Sequence[Likely], resident: bool) -> int:
+    """Bytes that a rehearsal should take at its peak, beside parameters."""
+    if not resident:
+        return max(entry.backward + entry.gradients + entry.crossing for entry in chosen)
+    graphs = [0, *itertools.accumulate(entry.graph for entry in chosen)]
+    peak = max(before + entry.backward for before, entry in zip(graphs, chosen, strict=False))
+    return peak + sum(entry.gradients for entry in chosen)
+
+
+Outcome = tuple[list[Price | None], int | None]
+
+
+def rehearse(segments: Sequence[Segment], rows: int, resident: bool, device: str) -> Outcome:
+    """Runs segments of one graph, one after another: their prices, and the bytes by which the process grew.
+
+    None for what does not run on made-up values, or cannot be told.
+    """
+    graph = segments[0].graph
+    nothing: Outcome = ([None] * len(segments), None)
+    if graph.blocks:
+        return nothing  # modules of the user's, which only this process has
+    task = (graph, [(s.index, s.start, s.stop) for s in segments], rows, resident, device, torch.get_num_threads())
+    command = [sys.executable, "-m", "packhorse.rehearse"]
+    done = subprocess.run(command, input=pickle.dumps(task), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    if done.returncode != 0:  # killed, for instance: rates will do
+        return nothing
+    prices, grown = json.loads(done.stdout)
+    return [None if price is None else Price(*price) for price in prices], grown
+
+
+# -- in the child
+
+
+class _Play:
+    """A segment on made-up values, and the seconds it took."""
+
+    def __init__(
+        self, segment: Segment, rows: int, device: torch.device, running: Running, chained: dict[str, Tensor] | None
+    ):
+        """`chained`: what others hand on, if they run one after another."""
+        self.segment, self.rows, self.device, self.running, self.chained = segment, rows, device, running, chained
+        graph = segment.graph
+        types = {graph.values[o].name: graph.values[o].type for node in segment.nodes for o in node.operands}
+        self.parameters = {name: self._make(types[name], 0.02) for name in segment.parameters}
+        for name, parameter in self.parameters.items():
+            parameter.requires_grad_(graph.parameters[name].trainable)
+        self.buffers = {name: self._make(types[name]) for name in segment.buffers}
+        self.inputs = {name: types[name] for name in segment.inputs}
+        self.graphs: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
+        self.sums: dict[str, Tensor] = {}
+        self.seconds: defaultdict[str, list[float]] = defaultdict(list)
+
+    def _make(self, like: Type, value: float = 1.0) -> Tensor:
+        """All the same number, which is no matter to kernels; as an index, one that is always there."""
+        assert like.dtype is not None
+        shape: Any = [size.at(self.rows) if isinstance(size, Size) else size for size in like.shape]
+        return torch.full(shape, value if like.dtype.is_floating_point else 0, dtype=like.dtype, device=self.device)
+
+    def forward(self, *, grad: bool) -> None:
+        differentiable = self.segment.differentiable_inputs
+        known = self.chained or {}
+        inputs = {n: known[n].detach() if n in known else self._make(like) for n, like in self.inputs.items()}
+        leaves = {n: t.requires_grad_(grad and n in differentiable) for n, t in inputs.items()}
+        del inputs
+        with (
+            self._timed("building" if grad else "forward"),
+            torch.set_grad_enabled(grad or self.segment.needs_grad_mode),
+        ):
+            self.running.turn_to(self.segment, self.rows / self.segment.graph.batch.rows)
+            outputs = self.segment(self.parameters, {**self.parameters, **self.buffers}, leaves, rows=self.rows)
+        if grad:
+            self.graphs.append((leaves, outputs))
+            if self.chained is not None:
+                self.chained.update({name: tensor.detach() for name, tensor in outputs.items()})
+
+    def backward(self) -> None:
+        leaves, outputs = self.graphs.pop(0)
+        seeds = {name: torch.ones_like(t) for name, t in outputs.items() if t.requires_grad}
+        with self._timed("backward"):
+            found = self.segment.differentiate(self.parameters, leaves, outputs, seeds)
+            del leaves, outputs
+        for name in found.keys() & self.parameters.keys():
+            self.sums[name] = self.sums[name].add_(found[name]) if name in self.sums else found[name]
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        started = self._now()
+        yield
+        self.seconds[what].append(self._now() - started)
+
+    def _now(self) -> float:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
+    def price(self) -> Price:
+        """Means; a forward to be forgotten that never ran takes as long as one that keeps its graph."""
+        forward, building, backward = (self.seconds[what] for what in ("forward", "building", "backward"))
+        return Price(*(statistics.fmean(times) for times in (forward or building, building, backward)))
+
+
+def run(segments: Sequence[Segment], rows: int, resident: bool, device: torch.device) -> Outcome:
+    """One microbatch to warm up, then a few, in the order in which a step takes them."""
+    running = Running(Heap(Ledger(), plenty=False))
+    values: dict[str, Tensor] = {}
+    chained = values if resident else None
+    company = _Company([partial(_Play, segment, rows, device, running, chained) for segment in segments])
+    watch = PeakWatch()
+    for count in (1, MICROBATCHES):
+        company.each(lambda play: play.seconds.clear())
+        if resident:
+            for _ in range(count):
+                company.each(lambda play: play.forward(grad=True))
+                values.clear()
+                company.each(_Play.backward, backwards=True)
+        else:
+            company.each(partial(_evaluate, count))
+            company.each(partial(_train, count), backwards=True)
+        company.each(lambda play: play.sums.clear())
+    prices = [play.price() if play is not None else None for play in company.plays]
+    return prices, watch.read() if device.type == "cpu" else None
+
+
+def _evaluate(microbatches: int, play: _Play) -> None:
+    for _ in range(microbatches):
+        play.forward(grad=False)
+
+
+def _train(microbatches: int, play: _Play) -> None:
+    for _ in range(microbatches):
+        play.forward(grad=True)
+        play.backward()
+    play.sums.clear()  # they go to the update
+
+
+class _Company:
+    """Those that play. Who fails has no part in what follows: values that depend on others, operators of the user's."""
+
+    def __init__(self, makers: Sequence[Callable[[], _Play]]):
+        self.plays: list[_Play | None] = [None] * len(makers)
+        for i, make in enumerate(makers):
+            with suppress(Exception):
+                self.plays[i] = make()
+
+    def each(self, act: Callable[[_Play], None], *, backwards: bool = False) -> None:
+        order = range(len(self.plays))
+        for i in reversed(order) if backwards else order:
+            play, self.plays[i] = self.plays[i], None
+            if play is not None:
+                with suppress(Exception):
+                    act(play)
+                    self.plays[i] = play
+
+
+def main() -> None:
+    graph, ranges, rows, resident, device, threads = pickle.load(sys.stdin.buffer)
+    torch.set_num_threads(threads)
+    print(json.dumps(run([Segment(graph, *place) for place in ranges], rows, resident, torch.device(device))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""The rehearsal: segments run beforehand on made-up values, and what a plan makes of their times."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import packhorse as ph
+import toys
+from packhorse import rehearse, search
+from packhorse.memory import resident_bytes
+from packhorse.models import load_task
+from packhorse.optimizer import Stepper
+from packhorse.partition import partition
+from packhorse.price import Price
+from packhorse.rehearse import Rehearsed
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def graph() -> ph.Graph:
+    task = load_task("gpt-tiny", rows=4)
+    return ph.capture(task.model, task.example, task.loss)
+
+
+@pytest.mark.parametrize("name", toys.ZOO)
+def test_every_segment_of_the_zoo_runs_on_made_up_values(name: str) -> None:
+    model, make_batch, loss = toys.zoo(name)
+    graph = ph.capture(model, make_batch(4), loss)
+    segments = partition(graph).segments
+    for resident in (True, False):
+        prices, _ = rehearse.run(segments, 2, resident, CPU)
+        assert all(price is not None and price.forward > 0 and price.building > 0 for price in prices)
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "resnet"])
+def test_so_do_those_of_transformers(name: str) -> None:
+    pytest.importorskip("transformers")
+    model, make_batch, loss = toys.hugging_face(name)
+    graph = ph.capture(model, make_batch(4), loss)
+    assert None not in rehearse.run(partition(graph).segments, 3, False, CPU)[0]
+
+
+def test_a_process_of_its_own_answers_for_each(graph: ph.Graph) -> None:
+    segments = partition(graph).segments
+    prices, grown = rehearse.rehearse([segments[0], segments[-1]], 4, True, "cpu")
+    assert len(prices) == 2 and all(price is not None and price.building > 0 for price in prices)
+    assert grown is None or 0 < grown < 1 << 30
+
+
+def test_what_cannot_run_is_priced_by_rates() -> None:
+    rehearsed = Rehearsed()
+    assert rehearsed.refine("block", 4, False, Price(1.0, 1.0, 2.0)) == Price(1.0, 1.0, 2.0)
+
+
+def test_other_rows_and_other_kinds_are_corrected_alike() -> None:
+    rehearsed = Rehearsed()
+    rehearsed.found["block", 4, False] = (Price(2.0, 3.0, 4.0), Price(1.0, 1.0, 2.0))
+    rehearsed.found["head", 4, False] = (Price(1.0, 1.0, 1.0), Price(1.0, 1.0, 2.0))
+    assert rehearsed.refine("block", 4, False, Price(9.0, 9.0, 9.0)) == Price(2.0, 3.0, 4.0)
+    assert rehearsed.refine("block", 8, False, Price(2.0, 2.0, 4.0)) == Price(4.0, 6.0, 8.0)
+    assert rehearsed.refine("norm", 8, True, Price(2.0, 2.0, 4.0)) == Price(3.0, 4.0, 5.0)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Rehearsals that take a second each way, without running: how many kinds were asked for, at how many rows."""
+    asked: list[tuple[int, int]] = []
+
+    def answer(segments: Any, rows: int, resident: bool, device: str) -> Any:
+        asked.append((len(segments), rows))
+        return [Price(1.0, 1.0, 1.0)] * len(segments), 1 << 30
+
+    monkeypatch.setattr(rehearse, "rehearse", answer)
+    monkeypatch.setattr(search, "LONG", 0.0)
+    return asked
+
+
+def test_a_plan_here_takes_the_times_of_the_rehearsal(graph: ph.Graph, asked: list[tuple[int, int]]) -> None:
+    plan = ph.make_plan(graph, strategy="resident", microbatches=2)
+    assert asked == [(4, 2)]  # embedding, two blocks, head
+    assert plan.estimate.kinds["host"]["kept by malloc and kernels"] > 900 << 20
+    assert plan.estimate.busy["compute"] == pytest.approx(plan.num_segments * 2 * 2, rel=0.01)
+    assert any("were run on this machine" in reason for reason in plan.reasons)
+
+
+def test_a_choice_that_stands_is_not_rehearsed_again(graph: ph.Graph, asked: list[tuple[int, int]]) -> None:
+    plan = ph.make_plan(graph)
+    assert asked == [(4, plan.rows)]
+
+
+def test_a_segment_that_fails_does_not_stop_the_others(graph: ph.Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    segments = partition(graph).segments
+    whole = rehearse._Play.backward
+
+    def backward(play: Any) -> None:
+        if play.segment.index == 1:
+            raise RuntimeError("an operator that only its author has")
+        whole(play)
+
+    monkeypatch.setattr(rehearse._Play, "backward", backward)
+    prices, _ = rehearse.run(segments, 2, False, CPU)
+    assert [s.index for s, price in zip(segments, prices, strict=True) if price is None] == [1]
+
+
+def test_the_optimizer_is_timed_as_it_is() -> None:
+    model = nn.Linear(4, 4)
+    seconds = Stepper(torch.optim.AdamW(model.parameters()), model).measure()
+    assert 0 < seconds < 1e-6
+
+
+def test_nothing_runs_for_a_machine_elsewhere(graph: ph.Graph, asked: list[tuple[int, int]]) -> None:
+    ph.make_plan(graph, "laptop")
+    assert not asked
+
+
+def test_nothing_runs_that_would_break_the_budget(graph: ph.Graph, asked: list[tuple[int, int]]) -> None:
+    ph.make_plan(graph, strategy="relay", memory=resident_bytes() + (150 << 20))
+    assert not asked
+
+
+def test_modules_that_run_as_they_are_do_not_leave_this_process() -> None:
+    class Untraceable(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) if float(x.sum()) > 0 else self.layer(-x)
+
+    graph = ph.capture(nn.Sequential(nn.Linear(4, 4), Untraceable()), (torch.randn(4, 4),), lambda y, _: y.sum())
+    assert graph.opaque
+    segments = partition(graph).segments
+    assert rehearse.rehearse(segments, 4, True, "cpu") == ([None] * len(segments), None)
