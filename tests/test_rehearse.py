@@ -1,5 +1,6 @@
 """The rehearsal: segments run beforehand on made-up values, and what a plan makes of their times."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,6 +110,25 @@ def test_the_optimizer_is_timed_as_it_is() -> None:
     model = nn.Linear(4, 4)
     seconds = Stepper(torch.optim.AdamW(model.parameters()), model).measure()
     assert 0 < seconds < 1e-6
+
+
+def test_a_rehearsal_that_breaks_the_budget_warns(
+    graph: ph.Graph, asked: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "_is_worth_running", lambda *_: True)
+    plan = ph.make_plan(graph, strategy="relay", memory=resident_bytes() + (150 << 20))
+    assert asked and "may take more than planned" in plan.reasons[-1]
+
+
+def test_what_a_rehearsal_prints_beside_its_answer_does_no_harm(
+    graph: ph.Graph, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('hello')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    segments = partition(graph).segments[:1]
+    assert rehearse.rehearse(segments, 2, False, "cpu")[0] != [None]
+    (tmp_path / "sitecustomize.py").write_text("import os; os._exit(9)")
+    assert rehearse.rehearse(segments, 2, False, "cpu") == ([None], None)
 
 
 def test_nothing_runs_for_a_machine_elsewhere(graph: ph.Graph, asked: list[tuple[int, int]]) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from packhorse import DiskStore, RamStore, StoreError
-from packhorse.memory import Ledger, Pool, map_bytes
+from packhorse.memory import IDLE, PAGE, PATIENCE, Ledger, Pool, map_bytes
 from packhorse.store import MASTER, Stash, Store, make_block
 from packhorse.store.lane import URGENT, Lane
 
@@ -157,6 +157,22 @@ def test_a_failing_read_names_file_and_block(tmp_path: Path) -> None:
         StoreError, match=r"reading block 1 \(master, part 1 of 1\) at byte .*master.bin failed: the file ends there"
     ):
         loan.ready.result()
+
+
+def test_a_large_buffer_waits_for_the_next_layer_but_not_for_long() -> None:
+    ledger = Ledger()
+    pool = Pool(ledger)
+    large, other = pool.take(2 * IDLE, "weights"), pool.take(3 * IDLE, "weights")
+    pool.give(large, "weights")
+    assert pool.take(2 * IDLE, "weights") is large
+    pool.give(large, "weights")
+    pool.give(other, "weights")
+    for _ in range(PATIENCE):
+        assert ledger.live["host", "idle buffers"] == 5 * IDLE
+        pool.take(PAGE, "update buffers")
+    for _ in range(PATIENCE):
+        pool.take(PAGE, "weights")
+    assert ledger.live["host", "idle buffers"] <= IDLE
 
 
 def test_mapped_memory_is_aligned_and_counted() -> None:

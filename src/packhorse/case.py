@@ -166,7 +166,7 @@ class Case:
 
     def kept_bytes(self, rows: int, *, resident: bool) -> int:
         """What malloc keeps of what is freed, and kernels and threads for themselves: as a rehearsal showed, or a guess."""
-        kept = self.rehearsed.kept.get((rows, resident))
+        kept = self.rehearsed.kept_bytes(rows, resident)
         return LEEWAY + RUNTIME if kept is None else max(kept, LEEWAY)
 
 

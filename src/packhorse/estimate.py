@@ -96,6 +96,8 @@ class _Walk:
     used: dict[tuple[int, int], list[tuple[Tier, str, int]]] = field(default_factory=dict)  # goes when compute is done
     stash: dict[tuple[str, str, int], tuple[int, bool]] = field(default_factory=dict)  # bytes, and whether on disk
     in_memory: int = 0  # of the stash
+    most_used: int = 0  # of the buffers that serve again
+    lagging: tuple[float, int] = (0.0, 0)  # when the last update is done, and the bytes of its gradient
     pending: dict[str, float] = field(default_factory=dict)  # block -> when its update is written
     urgent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # when a lane is free for those
     jobs: list[tuple[int, int, str, Block, int, float]] = field(default_factory=list)  # updates that wait, a heap
@@ -138,11 +140,7 @@ class _Walk:
             self._add("host", "kept by malloc and kernels", kept)
         if case.on_disk:
             self._add("disk", "store", case.disk_bytes)
-            updated = [b for blocks in case.homes.values() for b in blocks]
-            pieces = [4 * len(b.kinds) * (b.numel if b.whole else min(UNIT, b.numel)) for b in updated]
-            self._add("host", "update", 3 * AHEAD * max(pieces, default=0))
             self._note("host", case.model_bytes, "the model as it was given")
-            self._add("host", "idle buffers", min(IDLE, 2 * max(case.copies.values(), default=0)))
         else:
             masters = sum(master_bytes(b) for b in case.layout.blocks)
             self._add("host", "store", masters)
@@ -166,10 +164,17 @@ class _Walk:
 
     def _note(self, tier: Tier, working: int = 0, kind: str = "activations") -> None:
         """Takes note of a peak, with so many bytes in use for a moment."""
-        if self.totals[tier] + working > self.peak.get(tier, 0):
-            self.peak[tier] = self.totals[tier] + working
+        idle = self._idle_bytes() if tier == "host" else 0
+        if self.totals[tier] + working + idle > self.peak.get(tier, 0):
+            self.peak[tier] = self.totals[tier] + working + idle
             found = {name: n for (where, name), n in self.live.items() if where == tier and n}
-            self.at_peak[tier] = found | ({kind: working} if working else {})
+            self.at_peak[tier] = found | {k: n for k, n in ((kind, working), ("idle buffers", idle)) if n}
+
+    def _idle_bytes(self) -> int:
+        """Of the buffers that serve again: what is not in use, but was once, up to what may wait."""
+        used = sum(self.live["host", kind] for kind in ("weights", "update", "stash")) if self.case.on_disk else 0
+        self.most_used = max(self.most_used, used)
+        return min(IDLE, self.most_used - used)
 
     def _later(self, moment: float, tier: Tier, kind: str, nbytes: int) -> None:
         heapq.heappush(self.releases, (moment, tier, kind, nbytes))
@@ -270,20 +275,25 @@ class _Walk:
 
     def _b(self, s: int, k: int) -> None:
         case, times = self.case, self.choices.times
-        summed = case.gradient_bytes[s]
+        summed, lagging = case.gradient_bytes[s], self._lagging_bytes()
         adding = 3 * summed / self.machine.rate("elementwise")
         adds = times if s in self.sums else times - 1  # the first gradient becomes the sum
         self._compute(s, k, self._price(s).backward + adding * adds / times)
         footprint = case.footprint(s, self.choices.rows)
         self._add(self.device, "graphs", -self._graph_bytes(s))
         if s not in self.sums and times > 1:
-            self._note(self.device, footprint.backward + summed)
+            self._note(self.device, footprint.backward + summed + lagging)
         else:
-            self._note(self.device, footprint.backward)
+            self._note(self.device, footprint.backward + lagging)
         if s not in self.sums:
             self.sums[s] = summed
             self._add(self.device, "gradients", summed)
         self._let_go(s, k)
+
+    def _lagging_bytes(self) -> int:
+        """The gradient of the last update, if it should be gone by now: crowded, it may still be there."""
+        done, nbytes = self.lagging
+        return nbytes if self.case.on_disk and done <= self.now else 0
 
     def _let_go(self, s: int, k: int) -> None:
         """What a segment read, once it is not needed again."""
@@ -398,10 +408,18 @@ class _Walk:
         else:
             stepped = self._work("update", read, seconds)
         done = self.updater_free = stepped
+        kept = block.nbytes(GRADIENT) if GRADIENT in block.kinds else 0
         if self.is_away:
-            kept = block.nbytes(GRADIENT) if GRADIENT in block.kinds else 0
             done = self._move("write", stepped, block.all_nbytes - kept)
-        self._later(stepped, "host", "gradients", own + self.parked.pop(name, 0))
+        freed = own + self.parked.pop(name, 0)
+        self._later(done, "host", "gradients", freed)  # crowded, steps end hardly before writes
+        self.lagging = (done, own)
+        if self.case.on_disk:
+            pieces = block.all_nbytes - kept
+            if not block.whole:
+                pieces = min((AHEAD + 1) * pieces * UNIT // block.numel, 2 * pieces)
+            self._add("host", "update", pieces)
+            self._later(done, "host", "update", pieces)
         self.pending[name] = done
         self.under_way.append(done)
 

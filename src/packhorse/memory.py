@@ -23,6 +23,7 @@ from packhorse.units import parse_bytes
 PAGE = 4096
 HUGE_PAGE = 2 << 20
 IDLE = 32 << 20  # bytes of buffers that may wait for their next use
+PATIENCE = 2  # takes of other buffers, after which a large one waits no longer
 TYPICAL = 400 << 20  # of a process that has loaded torch, where it cannot be told
 
 Tier = str  # "device", "host" or "disk"; on a machine without accelerator the device tier is the working part of RAM
@@ -159,14 +160,16 @@ def make_like(tensor: Tensor, allocate: Callable[[int], Tensor]) -> Tensor:
 class Pool:
     """Buffers that are used again.
 
-    Together with those that wait unused they never take more than was once in use, and what waits never more than `IDLE`:
-    a large buffer is soon mapped anew, and would lie idle while others need the memory.
+    Together with those that wait unused they never take more than was once in use. What waits is given back, down to `IDLE`,
+    when it has waited while `PATIENCE` others were taken for the same: the next layer takes at once what the last one gave,
+    but what only an embedding fills would lie idle while others need the memory.
     """
 
     def __init__(self, ledger: Ledger, tier: Tier = "host"):
         self.ledger, self.tier = ledger, tier
         self.mapped = self._in_use = self._most_in_use = self._idle = 0
-        self._waiting: list[Tensor] = []
+        self._takes: Counter[str] = Counter()
+        self._waiting: list[tuple[str, int, Tensor]] = []  # what for, and since which take of that kind
         self._taken: dict[int, Tensor] = {}
         self._lock = threading.Lock()
 
@@ -179,15 +182,19 @@ class Pool:
     def _find(self, nbytes: int, kind: str) -> Tensor:
         self.ledger.add(self.tier, kind, nbytes)
         with self._lock:
+            self._takes[kind] += 1
             self._in_use += nbytes
             self._most_in_use = max(self._most_in_use, self._in_use)
-            for i, buffer in enumerate(self._waiting):
+            for i, (_, _, buffer) in enumerate(self._waiting):
                 if buffer.nbytes == nbytes:
                     self._idle -= nbytes
                     self.ledger.add(self.tier, "idle buffers", -nbytes)
-                    return self._waiting.pop(i)
+                    del self._waiting[i]
+                    self._drop_old()
+                    return buffer
             while self._waiting and self.mapped + nbytes > self._most_in_use:
-                self._drop(self._waiting.pop(0))
+                self._drop()
+            self._drop_old()
             self.mapped += nbytes
         return map_bytes(nbytes)
 
@@ -197,13 +204,22 @@ class Pool:
         self.ledger.add(self.tier, kind, -buffer.nbytes)
         with self._lock:
             self._in_use -= buffer.nbytes
-            self._waiting.append(buffer)
+            self._waiting.append((kind, self._takes[kind], buffer))
             self._idle += buffer.nbytes
             self.ledger.add(self.tier, "idle buffers", buffer.nbytes)
-            while self._idle > IDLE:
-                self._drop(self._waiting.pop(0))
+            self._drop_old()
 
-    def _drop(self, buffer: Tensor) -> None:
+    def _drop_old(self) -> None:
+        for entry in list(self._waiting):
+            if self._idle > IDLE and self._takes[entry[0]] - entry[1] >= PATIENCE:
+                self._waiting = [other for other in self._waiting if other is not entry]
+                self._unmap(entry[2])
+
+    def _drop(self) -> None:
+        """The one that has waited longest."""
+        self._unmap(self._waiting.pop(0)[2])
+
+    def _unmap(self, buffer: Tensor) -> None:
         self.mapped -= buffer.nbytes
         self._idle -= buffer.nbytes
         self.ledger.add(self.tier, "idle buffers", -buffer.nbytes)

@@ -6,6 +6,7 @@ machine, but no rate holds for all shapes; where the machine is here, running is
 
 import itertools
 import json
+import logging
 import pickle
 import statistics
 import subprocess
@@ -27,6 +28,8 @@ from packhorse.memory import Heap, Ledger, PeakWatch
 from packhorse.partition import Segment
 from packhorse.price import Price
 from packhorse.running import Running
+
+logger = logging.getLogger("packhorse")
 
 TWINS = 2  # of each kind, at most, that take part: the second finds memory as the others will
 MICROBATCHES = 2
@@ -77,6 +80,11 @@ class Rehearsed:
             self.kept[key] = max(grown - _add_up(chosen, resident), 0)
         return any(price is not None for price in prices)
 
+    def kept_bytes(self, rows: int, resident: bool) -> int | None:
+        """Beyond what was reckoned; at other rows as much. None: nobody knows."""
+        near = [n for (_, other), n in self.kept.items() if other == resident]
+        return self.kept.get((rows, resident), max(near, default=None))
+
     def refine(self, kind: Any, rows: int, resident: bool, priced: Price) -> Price:
         """As it ran; at other rows, or for another kind, what rates make likely, corrected by how far off they were."""
         if (kind, rows, resident) in self.found:
@@ -122,10 +130,12 @@ def rehearse(segments: Sequence[Segment], rows: int, resident: bool, device: str
         return nothing  # modules of the user's, which only this process has
     task = (graph, [(s.index, s.start, s.stop) for s in segments], rows, resident, device, torch.get_num_threads())
     command = [sys.executable, "-m", "packhorse.rehearse"]
-    done = subprocess.run(command, input=pickle.dumps(task), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    if done.returncode != 0:  # killed, for instance: rates will do
+    done = subprocess.run(command, input=pickle.dumps(task), capture_output=True)
+    try:
+        prices, grown = json.loads(done.stdout.splitlines()[-1])
+    except (ValueError, IndexError):  # killed, for instance: rates will do
+        logger.debug("the rehearsal ended with %d: %s", done.returncode, done.stderr.decode(errors="replace")[-500:])
         return nothing
-    prices, grown = json.loads(done.stdout)
     return [None if price is None else Price(*price) for price in prices], grown
 
 

@@ -89,7 +89,11 @@ def choose(graph: Graph, case_of: CaseOf, wish: Wish, memory: Memory, machine: M
             plan.rows, machine, resident=plan.strategy == "resident"
         ):
             break
-        case, plan = _choose(graph, case_of, wish, memory, machine, rehearsed)
+        try:
+            case, plan = _choose(graph, case_of, wish, memory, machine, rehearsed)
+        except BudgetError:
+            found = "run beforehand, its segments took more memory than reckoned: it may take more than planned"
+            return case, replace(plan, reasons=(*plan.reasons, found))
     return case, plan
 
 
