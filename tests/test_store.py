@@ -162,13 +162,16 @@ def test_a_failing_read_names_file_and_block(tmp_path: Path) -> None:
 def test_a_large_buffer_waits_for_the_next_layer_but_not_for_long() -> None:
     ledger = Ledger()
     pool = Pool(ledger)
+    small = [pool.take(PAGE, "update buffers") for _ in range(2 * PATIENCE)]
     large, other = pool.take(2 * IDLE, "weights"), pool.take(3 * IDLE, "weights")
+    for buffer in small:
+        pool.give(buffer, "update buffers")
     pool.give(large, "weights")
     assert pool.take(2 * IDLE, "weights") is large
     pool.give(large, "weights")
     pool.give(other, "weights")
     for _ in range(PATIENCE):
-        assert ledger.live["host", "idle buffers"] == 5 * IDLE
+        assert ledger.live["host", "idle buffers"] >= 5 * IDLE
         pool.take(PAGE, "update buffers")
     for _ in range(PATIENCE):
         pool.take(PAGE, "weights")
