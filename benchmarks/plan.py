@@ -369,7 +369,11 @@ def main() -> None:
         if options.question == "auto":
             results = measure_auto(options)
         else:
-            results = {c.name: run(c, options) for c in CASES if not options.only or c.model in options.only}
+            results = {}
+            for case in CASES:
+                if not options.only or case.model in options.only:
+                    results[case.name] = run(case, options)
+                    save(options.name or "plan_cases", results)  # hours of measuring are not lost
             results["order"] = compare_order(results)
             print(results["order"])
             if not options.only:

@@ -9,7 +9,7 @@ import mmap
 import os
 import sys
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -240,7 +240,6 @@ class Heap:
     def __init__(self, ledger: Ledger, plenty: bool):
         self.ledger, self.plenty = ledger, plenty
         self._base = self._floor = self._uncounted_bytes()
-        self._left: deque[int] = deque(maxlen=4)
         try:
             libc = ctypes.CDLL(None)
             self._trim: Callable[[int], int] | None = libc.malloc_trim
@@ -258,9 +257,8 @@ class Heap:
         if self._trim is None or self.plenty or self._uncounted_bytes() <= self._floor + LEEWAY + reusable:
             return
         self._trim(0)
-        if not computing:  # of a few: an update that is about to end may hold what no longer counts
-            self._left.append(self._uncounted_bytes())
-            self._floor = max(min(self._left), self._base)
+        if not computing:  # rising slowly: an update that is about to end may hold what no longer counts
+            self._floor = max(min(self._uncounted_bytes(), self._floor + 2 * LEEWAY), self._base)
 
     def _uncounted_bytes(self) -> int:
         """What the process has beside the tensors that are counted: code, records, and what malloc keeps."""
