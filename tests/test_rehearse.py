@@ -10,7 +10,7 @@ from torch import nn
 import packhorse as ph
 import toys
 from packhorse import rehearse, search
-from packhorse.memory import resident_bytes
+from packhorse.memory import TYPICAL, resident_bytes
 from packhorse.models import load_task
 from packhorse.optimizer import Stepper
 from packhorse.partition import partition
@@ -139,6 +139,18 @@ def test_nothing_runs_for_a_machine_elsewhere(graph: ph.Graph, asked: list[tuple
 def test_nothing_runs_that_would_break_the_budget(graph: ph.Graph, asked: list[tuple[int, int]]) -> None:
     ph.make_plan(graph, strategy="relay", memory=resident_bytes() + (150 << 20))
     assert not asked
+
+
+def test_a_model_without_twins_is_not_rehearsed_where_it_does_not_fit(asked: list[tuple[int, int]]) -> None:
+    """All that take part have their parameters in memory: of a model without repeated blocks that is all of it."""
+    with torch.device("meta"):
+        layers = [nn.Sequential(nn.Linear(2048 + 8 * i, 2056 + 8 * i), nn.ReLU()) for i in range(16)]  # 17 MB each
+    graph = ph.capture(nn.Sequential(*layers), (torch.randn(4, 2048),), lambda y, _: y.sum())
+    budget = resident_bytes() + TYPICAL + (150 << 20)
+    ph.make_plan(graph, strategy="relay", on_disk=True, memory=budget)
+    assert not asked
+    ph.make_plan(graph, strategy="relay", on_disk=True, memory=budget + (400 << 20))
+    assert asked
 
 
 def test_modules_that_run_as_they_are_do_not_leave_this_process() -> None:

@@ -18,7 +18,7 @@ from packhorse.optimizer import Stepper
 from packhorse.partition import Footprint, Partition, Segment, find_footprint
 from packhorse.precision import Cast, Precision
 from packhorse.price import PASSES, Price, price_node, price_update
-from packhorse.rehearse import Likely, Rehearsed
+from packhorse.rehearse import Likely, Rehearsed, reckon
 from packhorse.store import GRADIENT, MASTER, Block
 
 RUNTIME = 24 << 20  # records of the graph, threads, what kernels keep for themselves
@@ -148,8 +148,14 @@ class Case:
         """Runs segments of every kind for so many rows. False: all that could be learned is known."""
         if self.stepper is not None and self.rehearsed.update is None:
             self.rehearsed.update = self.stepper.measure()
-        likely = [self._think_of(s, rows, machine) for s in self.partition.segments]
-        return self.rehearsed.learn(likely, rows, resident, machine.device)
+        return self.rehearsed.learn(self._think_of_all(rows, machine), rows, resident, machine.device)
+
+    def rehearsal_bytes(self, rows: int, machine: Machine, *, resident: bool) -> int:
+        """What that takes, in a process of its own, beside the process itself."""
+        return reckon(self._think_of_all(rows, machine), resident)
+
+    def _think_of_all(self, rows: int, machine: Machine) -> list[Likely]:
+        return [self._think_of(s, rows, machine) for s in self.partition.segments]
 
     def _think_of(self, segment: Segment, rows: int, machine: Machine) -> Likely:
         s, priced = segment.index, _price_by_rates(segment, rows, machine)

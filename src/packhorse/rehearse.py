@@ -107,6 +107,12 @@ def _choose(likely: Sequence[Likely]) -> list[Likely]:
     return chosen
 
 
+def reckon(likely: Sequence[Likely], resident: bool) -> int:
+    """Bytes that a rehearsal needs: all that take part have their parameters in memory."""
+    chosen = _choose(likely)
+    return sum(entry.segment.parameter_nbytes for entry in chosen) + _add_up(chosen, resident)
+
+
 def _add_up(chosen: Sequence[Likely], resident: bool) -> int:
     """Bytes that a rehearsal should take at its peak, beside parameters."""
     if not resident:

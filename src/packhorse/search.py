@@ -101,9 +101,9 @@ def _is_worth_running(case: Case, plan: Plan, memory: Memory, machine: Machine) 
     """Not for short steps, and not if a second process would break the budget."""
     if not machine.is_here or plan.estimate.seconds < LONG:
         return False
-    segments = range(len(case.partition.segments))
-    largest = max(case.weights[s] + case.footprint(s, plan.rows).backward for s in segments)
-    needed = resident_bytes() + TYPICAL + (largest if machine.device == "cpu" else 0)
+    needed = resident_bytes() + TYPICAL
+    if machine.device == "cpu":
+        needed += case.rehearsal_bytes(plan.rows, machine, resident=plan.strategy == "resident")
     return needed <= _find_limits(case, memory, machine)["host"]
 
 
