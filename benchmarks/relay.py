@@ -152,6 +152,7 @@ CONTENDERS: dict[str, Any] = {
     "relay in RAM": lambda options, directory: relay(options, None),
     "relay in RAM, graphs kept": lambda options, directory: relay(options, None, memory="20GiB"),
     "relay on disk": lambda options, directory: relay(options, directory),
+    "relay on disk, in 1.6 GiB": lambda options, directory: relay(options, directory, memory="1.6GiB"),
     "relay on disk, in 2 GiB": lambda options, directory: relay(options, directory, memory="2GiB"),
     "the same list, nothing moves": lambda options, directory: still(options),
     "durability none": lambda options, directory: relay(options, directory, durability="none"),
@@ -269,7 +270,7 @@ def main() -> None:
     options.context, options.vocabulary = 512, 50257
     if options.question == "speed":
         options.layers, options.heads, options.width = options.layers or 12, 16, 1024
-        names = options.only or list(CONTENDERS)[:5]
+        names = options.only or list(CONTENDERS)[:6]
         results = run(names, options)
         checkpointed = "plain, checkpointed"
         for name in names:
@@ -278,12 +279,12 @@ def main() -> None:
                     results[name][f"against {against}"] = ratio(results, name, against)
     elif options.question == "xl":
         options.layers, options.heads, options.width = options.layers or 48, 25, 1600
-        moving, staying = list(CONTENDERS)[5:7]
+        moving, staying = list(CONTENDERS)[6:8]
         results = run([moving, staying], options)
         results["step / the same list without movement"] = round(1 / ratio(results, moving, staying)["speed"], 3)
     elif options.question == "durability":
         options.layers, options.heads, options.width = options.layers or 12, 16, 1024
-        names = options.only or list(CONTENDERS)[7:]
+        names = options.only or list(CONTENDERS)[8:]
         results = run(names, options)
         for name in names[1:]:
             results[name]["against none"] = ratio(results, name, names[0])

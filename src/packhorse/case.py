@@ -130,6 +130,15 @@ class Case:
             self._footprints[key] = find_footprint(segment, rows)
         return self._footprints[key]
 
+    def working_bytes(self, segment: Segment, building: bool, *, rows: int) -> int | None:
+        """What running a segment of this partition takes at most, the sums of its gradients included; of others None."""
+        if segment.index >= len(self.partition.segments) or self.partition.segments[segment.index] is not segment:
+            return None
+        footprint = self.footprint(segment.index, rows)
+        if not building:
+            return footprint.forward
+        return max(footprint.building, footprint.backward) + self.gradient_bytes[segment.index]
+
     @cached_property
     def _prices(self) -> dict[Any, Price]:
         return {}

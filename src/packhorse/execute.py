@@ -24,7 +24,6 @@ from packhorse.fetched import Fetched
 from packhorse.gradient import Gradient
 from packhorse.graph import Ref
 from packhorse.keys import key_generator
-from packhorse.memory import Heap
 from packhorse.optimizer import Group
 from packhorse.partition import Partition, Segment
 from packhorse.running import Running
@@ -142,7 +141,7 @@ class Executor:
         device: Device,
         updater: Updater,
         stash: Stash,
-        heap: Heap,
+        running: Running,
         *,
         seed: int,
         overlap: bool,
@@ -156,7 +155,7 @@ class Executor:
         self.pending: dict[str, Future[Any]] = {}  # block -> its update
         self.fetched: dict[int, Fetched] = {}
         self.in_flight: set[Future[Any]] = set()  # updates, as far as they hold on to gradients
-        self.running = Running(heap)
+        self.running = running
         self.handlers = {
             "F": self._forward,
             "R": self._recompute,
@@ -291,7 +290,7 @@ class Executor:
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The segment on fresh leaves."""
         microbatch = task.microbatches[k]
-        self.running.turn_to(segment, microbatch.rows / task.program.partition.graph.batch.rows)
+        self.running.turn_to(segment, microbatch.rows / task.program.partition.graph.batch.rows, grad)
         inputs = self._take_inputs(task, segment, k)
         rng = key_generator(self.device.generator, self.seed, task.step, microbatch.number)
         leaves = {

@@ -234,11 +234,12 @@ class Heap:
 
     By default malloc returns every large piece at once, and each step faults the same gigabytes in again, page by page: a
     fifth of the time of a step on two cores. Kept, pieces of many sizes take up to twice the memory. Small pieces are kept
-    in any case, and add up over many segments; `tidy`, asked often, gives back what lies idle when memory has grown.
+    in any case, and add up over many segments; `tidy`, asked often, gives back what lies idle when memory has grown so much
+    that what comes next would take the process above `ceiling`, the peak that was planned.
     """
 
-    def __init__(self, ledger: Ledger, plenty: bool):
-        self.ledger, self.plenty = ledger, plenty
+    def __init__(self, ledger: Ledger, plenty: bool, ceiling: int = 0):
+        self.ledger, self.plenty, self.ceiling = ledger, plenty, ceiling
         self._base = self._floor = self._uncounted_bytes()
         try:
             libc = ctypes.CDLL(None)
@@ -249,12 +250,14 @@ class Heap:
         except (OSError, AttributeError, TypeError):  # not glibc: memory is kept or returned as it pleases
             self._trim = None
 
-    def tidy(self, reusable: int = 0, *, computing: bool = False) -> None:
-        """Gives back what lies idle, if there is more than what will soon be `reusable`.
+    def tidy(self, reusable: int = 0, *, needed: int | None = None, computing: bool = False) -> None:
+        """Gives back what lies idle, if there is more than what will soon be `reusable`, and no room for what is `needed`.
 
         While something is `computing`, what it uses looks idle too, so what is left then is no measure for the next time.
         """
         if self._trim is None or self.plenty or self._uncounted_bytes() <= self._floor + LEEWAY + reusable:
+            return
+        if needed is not None and resident_bytes() + needed <= self.ceiling:
             return
         self._trim(0)
         if not computing:  # rising slowly: an update that is about to end may hold what no longer counts

@@ -183,7 +183,7 @@ class _Play:
             self._timed("building" if grad else "forward"),
             torch.set_grad_enabled(grad or self.segment.needs_grad_mode),
         ):
-            self.running.turn_to(self.segment, self.rows / self.segment.graph.batch.rows)
+            self.running.turn_to(self.segment, self.rows / self.segment.graph.batch.rows, grad)
             outputs = self.segment(self.parameters, {**self.parameters, **self.buffers}, leaves, rows=self.rows)
         if grad:
             self.graphs.append((leaves, outputs))
@@ -218,7 +218,7 @@ class _Play:
 
 def run(segments: Sequence[Segment], rows: int, resident: bool, device: torch.device) -> Outcome:
     """One microbatch to warm up, then a few, in the order in which a step takes them."""
-    running = Running(Heap(Ledger(), plenty=False))
+    running = Running(Heap(Ledger(), plenty=False), lambda *_: None)
     values: dict[str, Tensor] = {}
     chained = values if resident else None
     company = _Company([partial(_Play, segment, rows, device, running, chained) for segment in segments])

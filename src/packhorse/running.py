@@ -3,27 +3,33 @@
 What a segment leaves there is of use to a twin, and to no other.
 """
 
+from collections.abc import Callable
+
 from packhorse.memory import Heap
 from packhorse.partition import Segment
 
 
 class Running:
-    def __init__(self, heap: Heap):
-        self.heap = heap
-        self.segment: Segment | None = None
+    """`find_need` says what a segment takes at most while it runs, with or without a graph; None: not known."""
 
-    def turn_to(self, segment: Segment, share: float) -> None:
-        """Compute goes to a segment, for `share` of the example's rows."""
+    def __init__(self, heap: Heap, find_need: Callable[[Segment, bool], int | None]):
+        self.heap, self._find_need = heap, find_need
+        self.segment: Segment | None = None
+        self._needed: int | None = None
+
+    def turn_to(self, segment: Segment, share: float, building: bool) -> None:
+        """Compute goes to a segment, for `share` of the example's rows, `building` a graph or not."""
         before, self.segment = self.segment, segment
-        if not are_twins(before, segment):
-            self.heap.tidy()
-        elif before is not segment:
-            self.heap.tidy(segment.parameter_nbytes + int(2 * share * sum(node.nbytes for node in segment.nodes)))
+        if before is segment:
+            return
+        self._needed = self._find_need(segment, building)
+        reusable = segment.parameter_nbytes + int(2 * share * sum(node.nbytes for node in segment.nodes))
+        self.heap.tidy(reusable if are_twins(before, segment) else 0, needed=self._needed)
 
     def tidy_after(self, owner: Segment | None) -> None:
         """What worked for a segment beside compute is done: who would use again what it leaves?"""
         if not are_twins(owner, self.segment):
-            self.heap.tidy(computing=True)
+            self.heap.tidy(needed=self._needed, computing=True)
 
 
 def are_twins(a: Segment | None, b: Segment | None) -> bool:

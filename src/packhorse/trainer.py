@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +30,7 @@ from packhorse.optimizer import Stepper, refuse_sparse
 from packhorse.partition import Partition, partition_like
 from packhorse.plan import Measured, Plan, Strategy, read_plan
 from packhorse.precision import LossScale, Precision, check_precision, list_casts
+from packhorse.running import Running
 from packhorse.schedule import check
 from packhorse.search import Wish, choose, count_microbatches
 from packhorse.state import ModelState, StateDict
@@ -152,7 +154,8 @@ class Trainer:
         self._partition, self._layout = self._case.partition, self._case.layout
         self._partitions[id(graph)] = self._partition
 
-        heap = Heap(self._ledger, plenty=(budget.limit("host") or 0) > 2 * self.plan.estimate.peak["host"])
+        planned = self.plan.estimate.peak["host"]
+        heap = Heap(self._ledger, plenty=(budget.limit("host") or 0) > 2 * planned, ceiling=planned)
         self._state = ModelState(graph, self._layout, self._store, self._ledger)
         self._updater = Updater(self._store, self._stepper, self._state.small)
         self._open_store(resume, weights)
@@ -162,7 +165,7 @@ class Trainer:
             self._device,
             self._updater,
             stash,
-            heap,
+            Running(heap, partial(self._case.working_bytes, rows=self.plan.rows)),
             seed=self.seed,
             overlap=overlap,
             updates_ahead=self.plan.updates_ahead,
