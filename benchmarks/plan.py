@@ -5,25 +5,25 @@
     python benchmarks/plan.py search    # how long the search takes for 48 and 384 layers
     python benchmarks/plan.py elsewhere # plans for machines one does not have
 
-Every case is a process of its own; the machine is measured anew before each. `cases` and `elsewhere` also write their tables
-into docs/plan.md. Options: --only NAMES, --directory for stores, --steps.
+Every case is a process of its own; the machine is measured anew before each. Alternatives of `auto` run in turns (turns.py).
+`cases` and `elsewhere` also write their tables into docs/plan.md. Options: --only NAMES, --directory for stores, --steps.
 """
 
 import argparse
 import itertools
 import json
-import multiprocessing
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from results_file import save
+from turns import run_in_turns
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def resident(microbatches: int) -> dict[str, Any]:
 CASES = [
     Case("gpt-124m", 4, resident(4)),
     Case("gpt-124m", 4, relay(4)),
-    Case("gpt-124m", 4, relay(2, memory="5GiB")),
+    Case("gpt-124m", 4, relay(2, memory="4GiB")),
     Case("gpt-124m", 4, relay(4), on_disk=True),
     Case("bert-110m", 8, resident(4)),
     Case("bert-110m", 8, relay(2)),
@@ -84,18 +84,20 @@ def make_task(case: Case) -> tuple[Any, Any, Any]:
     with torch.device("meta"):
         if case.model.startswith("gpt"):
             sizes = {
-                "gpt-124m": (12, 12, 768, 512, 50257),
+                "gpt-124m": (12, 12, 768, 256, 50257),
+                "gpt-30m": (8, 8, 512, 128, 8192),
                 "gpt-10m": (6, 6, 384, 128, 512),
                 "gpt2-xl": (48, 25, 1600, 512, 50257),
             }
             config: Any = GPTConfig(*sizes[case.model])
             model: Any = GPT(config)
-        elif case.model == "bert-110m":
-            config = BertConfig()
+        elif case.model.startswith("bert"):
+            sizes = {"bert-110m": (12, 12, 768, 128, 30522), "bert-30m": (8, 8, 512, 128, 8192)}
+            config = BertConfig(*sizes[case.model])
             model = Bert(config)
         elif case.model.startswith("mlp"):
-            width, depth = (4096, 16) if case.model == "mlp-270m" else (8192, 16)
-            model = MLP([width] * depth + [1000])
+            width = {"mlp-67m": 2048, "mlp-270m": 4096, "mlp-1b": 8192}[case.model]
+            model = MLP([width] * 16 + [1000])
         else:
             model = {"resnet50": ResNet50, "unet": UNet}[case.model]()
     torch.manual_seed(0)
@@ -111,72 +113,63 @@ def make_task(case: Case) -> tuple[Any, Any, Any]:
     return model, (images, torch.randint(1000, (rows,))), classify
 
 
-def measure(case: Case, directory: str, steps: int, results: Any) -> None:
-    """In a process of its own: plan, a step to warm up, then steps."""
-    import torch
+class Run:
+    """A case as it runs: the plan is made, then steps are taken."""
 
-    import packhorse as ph
-    from packhorse.memory import peak_resident_bytes
+    def __init__(self, case: Case, directory: str):
+        import torch
 
-    model, batch, loss = make_task(case)
-    optimizer = getattr(torch.optim, case.optimizer)(model.parameters(), lr=1e-4)
-    started = time.perf_counter()
-    with ph.Trainer(
-        model,
-        optimizer,
-        batch,
-        loss=loss,
-        precision=case.precision,  # type: ignore[arg-type]  # the trainer checks it
-        store=Path(directory) / "store" if case.on_disk else None,
-        **case.choices,
-    ) as trainer:
-        made = time.perf_counter() - started
-        seconds = []
-        for _ in range(steps + 1):
-            started = time.perf_counter()
-            trainer.step(batch)
-            seconds.append(time.perf_counter() - started)
-        planned, peak = trainer.plan.estimate, peak_resident_bytes()
-        measured = statistics.median(seconds[1:] or seconds)
-        results.put(
-            {
-                "parameters": sum(p.numel() for p in model.parameters()),
-                "planned_mb": round(planned.peak["host"] / 1e6),
-                "measured_mb": round(peak / 1e6),
-                "memory_error": round(planned.peak["host"] / peak - 1, 4),
-                "planned_seconds": round(planned.seconds, 3),
-                "measured_seconds": round(measured, 3),
-                "time_error": round(planned.seconds / measured - 1, 4),
-                "microbatches": trainer.plan.microbatches,
-                "graphs_kept": len(trainer.plan.kept),
-                "strategy": trainer.plan.strategy,
-                "seconds": [round(s, 3) for s in seconds],
-                "planned_kinds_mb": {k: round(n / 1e6) for k, n in planned.kinds["host"].items()},
-                "measured_kinds_mb": {k: round(n / 1e6) for k, n in trainer._ledger.at_peak["host"].items()},
-                "planned_busy": {k: round(n, 3) for k, n in planned.busy.items()},
-                "seconds_to_make": round(made, 2),
-            }
+        import packhorse as ph
+
+        model, self.batch, loss = make_task(case)
+        optimizer = getattr(torch.optim, case.optimizer)(model.parameters(), lr=1e-4)
+        self.parameters = sum(p.numel() for p in model.parameters())
+        started = time.perf_counter()
+        self.trainer = ph.Trainer(
+            model,
+            optimizer,
+            self.batch,
+            loss=loss,
+            precision=case.precision,  # type: ignore[arg-type]  # the trainer checks it
+            store=Path(directory) / "store" if case.on_disk else None,
+            **case.choices,
         )
+        self.made = time.perf_counter() - started
+
+    def __call__(self) -> float:
+        return self.trainer.step(self.batch)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        plan = self.trainer.plan
+        planned = plan.estimate
+        return {
+            "parameters": self.parameters,
+            "planned_mb": round(planned.peak["host"] / 1e6),
+            "planned_seconds": round(planned.seconds, 3),
+            "microbatches": plan.microbatches,
+            "graphs_kept": len(plan.kept),
+            "strategy": plan.strategy,
+            "planned_kinds_mb": {k: round(n / 1e6) for k, n in planned.kinds["host"].items()},
+            "measured_kinds_mb": {k: round(n / 1e6) for k, n in self.trainer._ledger.at_peak["host"].items()},
+            "planned_busy": {k: round(n, 3) for k, n in planned.busy.items()},
+            "seconds_to_make": round(self.made, 2),
+        }
 
 
 def run(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     import packhorse as ph
 
     ph.Machine.probe(options.directory, fresh=True)  # a shared machine is not always equally fast
-    context = multiprocessing.get_context("spawn")
     directory = tempfile.mkdtemp(dir=options.directory)
-    results = context.SimpleQueue()
     steps = 1 if case.model in ("gpt2-xl", "mlp-1b") else options.steps
-    child = context.Process(target=measure, args=(case, directory, steps, results))
-    child.start()
-    child.join()
+    (found,) = run_in_turns({case.name: partial(Run, case, directory)}, steps).values()
     shutil.rmtree(directory)
-    if child.exitcode:
-        return {"failed": child.exitcode}
-    found: dict[str, Any] = results.get()
+    found["memory_error"] = round(found["planned_mb"] / found["peak_rss_mb"] - 1, 4)
+    found["time_error"] = round(found["planned_seconds"] / found["median_seconds"] - 1, 4)
     print(
-        f"{case.name}: memory {found['planned_mb']} planned, {found['measured_mb']} MB ({found['memory_error']:+.1%}); time "
-        f"{found['planned_seconds']} planned, {found['measured_seconds']} s ({found['time_error']:+.1%})",
+        f"{case.name}: memory {found['planned_mb']} planned, {found['peak_rss_mb']} MB ({found['memory_error']:+.1%}); time "
+        f"{found['planned_seconds']} planned, {found['median_seconds']} s ({found['time_error']:+.1%})",
         flush=True,
     )
     return found
@@ -189,47 +182,60 @@ def compare_order(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
         if a.split()[:3] != b.split()[:3] or "failed" in x or "failed" in y:
             continue
         longer, shorter = (
-            max(x["measured_seconds"], y["measured_seconds"]),
-            min(x["measured_seconds"], y["measured_seconds"]),
+            max(x["median_seconds"], y["median_seconds"]),
+            min(x["median_seconds"], y["median_seconds"]),
         )
         if longer <= 1.15 * shorter:
             continue
-        same = (x["planned_seconds"] < y["planned_seconds"]) == (x["measured_seconds"] < y["measured_seconds"])
+        same = (x["planned_seconds"] < y["planned_seconds"]) == (x["median_seconds"] < y["median_seconds"])
         right += same
         wrong += [] if same else [[a, b]]
     return {"pairs": right + len(wrong), "right": right, "wrong": wrong}
 
 
 def measure_auto(options: argparse.Namespace) -> dict[str, Any]:
-    """Each case as `auto` plans it, and every strategy with every number of microbatches, as far as they fit."""
-    cases: list[tuple[str, int, bool, dict[str, Any]]] = [
-        ("gpt-124m", 4, False, {"memory": "6GiB"}),
-        ("gpt-124m", 4, True, {"memory": "3GiB"}),
-        ("bert-110m", 8, False, {"memory": "5GiB"}),
-        ("resnet50", 16, False, {"memory": "3GiB"}),
-        ("unet", 4, False, {"memory": "3GiB"}),
-        ("mlp-270m", 256, False, {"memory": "6GiB"}),
+    """Each case as `auto` plans it, and every strategy with every number of microbatches, as far as they fit, in turns."""
+    import packhorse as ph
+
+    cases: list[tuple[str, int, bool, str]] = [
+        ("gpt-30m", 8, False, "1500MiB"),
+        ("gpt-30m", 8, True, "900MiB"),
+        ("bert-30m", 8, False, "1500MiB"),
+        ("resnet50", 8, False, "1300MiB"),
+        ("unet", 4, False, "1300MiB"),
+        ("mlp-67m", 256, False, "2GiB"),
     ]
     results: dict[str, Any] = {}
-    for model, rows, on_disk, budget in cases:
+    for model, rows, on_disk, memory in cases:
         if options.only and model not in options.only:
             continue
-        tried = {"auto": run(Case(model, rows, {"strategy": "auto", **budget}, on_disk), options)}
+        ph.Machine.probe(options.directory, fresh=True)
+        directory = Path(tempfile.mkdtemp(dir=options.directory))
+        ways: dict[str, dict[str, Any]] = {"auto": {"strategy": "auto"}}
         for strategy in ("relay",) if on_disk else ("resident", "relay"):
-            for count in [1 << i for i in range(rows.bit_length()) if 1 << i <= min(rows, 16)]:
-                choices = {"strategy": strategy, "microbatches": count, **budget}
-                tried[f"{strategy} {count}"] = run(Case(model, rows, choices, on_disk), options)
-        seconds = {name: found["measured_seconds"] for name, found in tried.items() if "failed" not in found}
-        best = min(seconds, key=lambda name: seconds[name])
-        chosen = tried["auto"]
-        place = f"{model} {rows} rows {'disk' if on_disk else 'RAM'} {budget['memory']}"
+            for count in [1 << i for i in range(4) if 1 << i <= rows]:
+                ways[f"{strategy} {count}"] = {"strategy": strategy, "microbatches": count}
+        makers = {
+            name: partial(Run, Case(model, rows, way | {"memory": memory}, on_disk), str(directory / name))
+            for name, way in ways.items()
+        }
+        found = run_in_turns(makers, options.steps)
+        shutil.rmtree(directory)
+        totals = {name: sum(tried["seconds"]) for name, tried in found.items() if "seconds" in tried}
+        best = min((name for name in totals if name != "auto"), key=lambda name: totals[name])
+        chosen = found["auto"]
+        place = f"{model} {rows} rows {'disk' if on_disk else 'RAM'} {memory}"
         results[place] = {
             "auto": f"{chosen['strategy']} {chosen['microbatches']}, {chosen['graphs_kept']} graphs kept",
-            "best": best,
-            "auto / best": round(seconds["auto"] / seconds[best], 3),
-            "seconds": seconds,
+            "best of the others": best,
+            "auto / best": round(totals["auto"] / totals[best], 3),
+            "planned": {name: found[name]["planned_seconds"] for name in totals},
+            "seconds": {name: found[name]["seconds"] for name in totals},
+            "peak_rss_mb": {name: found[name]["peak_rss_mb"] for name in totals},
+            "do not fit": [name for name in found if name not in totals],
         }
         print(place, results[place], flush=True)
+        save(options.name or "plan_auto", results)
     return results
 
 
@@ -314,8 +320,8 @@ def describe_cases(results: dict[str, Any]) -> list[str]:
         if "failed" in found or name == "order":
             continue
         lines.append(
-            f"| {name} | {found['planned_mb']} MB | {found['measured_mb']} MB | {found['memory_error']:+.1%} | "
-            f"{found['planned_seconds']:.2f} s | {found['measured_seconds']:.2f} s | {found['time_error']:+.0%} |"
+            f"| {name} | {found['planned_mb']} MB | {found['peak_rss_mb']} MB | {found['memory_error']:+.1%} | "
+            f"{found['planned_seconds']:.2f} s | {found['median_seconds']:.2f} s | {found['time_error']:+.0%} |"
         )
     order = results["order"]
     return [

@@ -6,27 +6,21 @@
     python benchmarks/relay.py depth   # peak memory over depth, and over the number of microbatches
     python benchmarks/relay.py overlap # a store slowed until it takes as long as compute: with overlap, and without
 
-Every contender is a process of its own, with its own peak memory. All take the same steps, in turns of a few seconds, stopped
-in between: the speed of a machine that changes from minute to minute changes for all alike. A step's seconds are those in
-which its process ran. Options: --precision, --repeats, --tokens, --layers.
+Contenders run in turns (turns.py). Options: --precision, --repeats, --tokens, --context, --layers.
 """
 
 import argparse
-import multiprocessing
-import os
-import resource
 import shutil
-import signal
 import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from results_file import save
+from turns import ratio, run_in_turns
 
 
 def make_task(options: argparse.Namespace, device: str) -> tuple[Any, Any, Any]:
@@ -161,98 +155,18 @@ CONTENDERS: dict[str, Any] = {
 }
 
 
-def contend(name: str, options: argparse.Namespace, directory: str, pipe: Connection) -> None:
-    """A contender's process: takes a step when told to, says when it is done, and tells its memory at last."""
-    import torch  # noqa: F401
-
-    import packhorse  # noqa: F401
-    from packhorse.memory import resident_bytes
-
-    imported = resident_bytes()
-    step = CONTENDERS[name](options, directory)
-    losses = []
-    pipe.send("ready")
-    while pipe.recv() == "step":
-        losses.append(step())
-        pipe.send("done")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    pipe.send({"peak_rss_mb": round(peak / 1e6), "above_import_mb": round((peak - imported) / 1e6), "losses": losses})
-
-
-TURN = 2.0  # seconds
-
-
-class Contender:
-    """A process that takes steps, in turns, and the seconds it ran for each."""
-
-    def __init__(self, context: Any, name: str, options: argparse.Namespace, directory: str):
-        self.name, self.running = name, 0.0
-        self.seconds: list[float] = []
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=contend, args=(name, options, directory, theirs))
-        self.process.start()
-        theirs.close()
-        assert self.pipe.recv() == "ready"
-
-    def take(self, steps: int) -> None:
-        for _ in range(steps):
-            self.pipe.send("step")
-        self._signal(signal.SIGSTOP)
-
-    def run(self, steps: int) -> None:
-        """One turn, of at most `steps` in all."""
-        self._signal(signal.SIGCONT)
-        started = time.perf_counter()
-        while (left := started + TURN - time.perf_counter()) > 0 and self.pipe.poll(left):
-            assert self.pipe.recv() == "done"
-            self.seconds.append(self.running + time.perf_counter() - started)
-            started, self.running = time.perf_counter(), 0.0
-            print(f"{self.name}: step {len(self.seconds)}: {self.seconds[-1]:.2f} s", flush=True)
-            if len(self.seconds) == steps:
-                return
-        self._signal(signal.SIGSTOP)
-        self.running += time.perf_counter() - started
-
-    def end(self) -> dict[str, Any]:
-        self.pipe.send("quit")
-        told = self.pipe.recv()
-        self.process.join()
-        return dict(told)
-
-    def _signal(self, number: int) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, number)
+def prepare(name: str, options: argparse.Namespace, directory: str) -> Any:
+    return CONTENDERS[name](options, directory)
 
 
 def run(names: list[str], options: argparse.Namespace) -> dict[str, Any]:
-    """One warm-up step each, then `repeats` steps each, in turns."""
-    context, directory = multiprocessing.get_context("spawn"), tempfile.mkdtemp(dir=options.directory)
-    contenders = [Contender(context, name, options, str(Path(directory) / str(i))) for i, name in enumerate(names)]
-    steps = options.repeats + 1
-    for contender in contenders:
-        contender.take(steps)
-    while waiting := [c for c in contenders if len(c.seconds) < steps]:
-        for contender in waiting:
-            contender.run(steps)
-    results = {}
-    for contender in contenders:
-        seconds = contender.seconds[1:] or contender.seconds
-        results[contender.name] = contender.end()
-        results[contender.name] |= {
-            "seconds": [round(s, 3) for s in seconds],
-            "median_seconds": round(statistics.median(seconds), 3),
-            "tokens_per_second": round(options.tokens * len(seconds) / sum(seconds), 1),
-        }
+    directory = tempfile.mkdtemp(dir=options.directory)
+    makers = {name: partial(prepare, name, options, str(Path(directory) / str(i))) for i, name in enumerate(names)}
+    results = run_in_turns(makers, options.repeats)
+    for found in results.values():
+        found["tokens_per_second"] = round(options.tokens * len(found["seconds"]) / sum(found["seconds"]), 1)
     shutil.rmtree(directory)
     return results
-
-
-def ratio(results: dict[str, Any], name: str, against: str) -> dict[str, float]:
-    """Speed, over all steps, and memory of one contender against another."""
-    return {
-        "speed": round(sum(results[against]["seconds"]) / sum(results[name]["seconds"]), 3),
-        "memory": round(results[name]["peak_rss_mb"] / results[against]["peak_rss_mb"], 3),
-    }
 
 
 def main() -> None:
@@ -261,13 +175,14 @@ def main() -> None:
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--context", type=int, default=512, help="tokens of a row")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--directory", help="where stores go")
     parser.add_argument("--only", nargs="*", help="contenders, by name")
     parser.add_argument("--name", help="of the result file")
     options = parser.parse_args()
-    options.context, options.vocabulary = 512, 50257
+    options.vocabulary = 50257
     if options.question == "speed":
         options.layers, options.heads, options.width = options.layers or 12, 16, 1024
         names = options.only or list(CONTENDERS)[:6]

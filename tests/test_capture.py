@@ -1,6 +1,7 @@
 """What a graph knows about its model, and what capture leaves alone."""
 
 import copy
+import multiprocessing
 from typing import Any
 
 import pytest
@@ -228,3 +229,12 @@ def test_tables_give_back_what_went_in() -> None:
     assert len(set(names)) == len(names)
     with pytest.raises(IndexError):
         graph.nodes[len(graph.nodes)]
+
+
+def _capture_in_a_worker(rows: int) -> int:
+    return len(ph.capture(nn.Linear(8, 8), batch(rows), squared).nodes)
+
+
+def test_workers_of_a_pool_which_may_have_no_children_capture_too() -> None:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(_capture_in_a_worker, (4,)) == _capture_in_a_worker(4)
