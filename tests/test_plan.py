@@ -262,7 +262,7 @@ def test_nothing_stays_behind_a_walk(graph: ph.Graph, machine: ph.Machine) -> No
             plan = ph.make_plan(graph, machine, strategy=strategy, microbatches=4, on_disk=on_disk)  # type: ignore[arg-type]
             case = make_case(graph, plan)
             choices = Choices(4, 1.0, strategy == "resident", plan.kept, plan.stash_bytes)
-            walk = _Walk(case, machine, choices)
+            walk = _Walk(case, machine, choices, {})
             walk.run(plan.actions(4, case.weights))
             walk._end_updates()
             walk._release()

@@ -1,5 +1,7 @@
 """Schedules as literal lists: text round trip, generators, passes, and a checker that says what is wrong where."""
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -128,3 +130,13 @@ def test_the_first_illegal_action_is_explained(text: str, reason: str) -> None:
 def test_a_long_list_shows_the_place() -> None:
     actions = schedule.relay(9, 4, set(range(9)))
     assert show(actions, mark=20, around=2) == "... 4F2 4F3 [5F0] 5F1 5F2 ..."
+
+
+def test_many_small_segments_are_fetched_ahead_in_little_time() -> None:
+    """As many as fit at once: looking through all that is ahead for each would take minutes."""
+    segments = 3000
+    actions = lowering.fetch(lowering.recompute(schedule.relay(segments, 2, set(range(segments))), ()))
+    started = time.perf_counter()
+    ahead = lowering.prefetch(actions, dict.fromkeys(range(segments), 1), 500)
+    assert time.perf_counter() - started < 5.0
+    assert peak(ahead, dict.fromkeys(range(segments), 1)) == 500

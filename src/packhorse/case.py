@@ -120,12 +120,17 @@ class Case:
     # -- running a segment
 
     @cached_property
+    def _kinds(self) -> list[Any]:
+        """Of each segment, the same for those that take the same."""
+        return [_find_kind(segment) for segment in self.partition.segments]
+
+    @cached_property
     def _footprints(self) -> dict[tuple[Any, int], Footprint]:
         return {}
 
     def footprint(self, s: int, rows: int) -> Footprint:
         segment = self.partition.segments[s]
-        key = (_find_kind(segment), rows)
+        key = (self._kinds[s], rows)
         if key not in self._footprints:
             self._footprints[key] = find_footprint(segment, rows)
         return self._footprints[key]
@@ -145,8 +150,7 @@ class Case:
 
     def price(self, s: int, rows: int, machine: Machine, *, resident: bool) -> Price:
         """Forward and backward of a segment, in seconds."""
-        segment = self.partition.segments[s]
-        kind = _find_kind(segment)
+        segment, kind = self.partition.segments[s], self._kinds[s]
         key = (kind, rows, resident, machine.name)
         if key not in self._prices:
             priced = _price_by_rates(segment, rows, machine)
@@ -170,7 +174,7 @@ class Case:
         s, priced = segment.index, _price_by_rates(segment, rows, machine)
         footprint, (stashed, restored, _) = self.footprint(s, rows), self.crossing[s]
         crossing = sum(self.bytes_of(name, rows) for name in (*stashed, *restored))
-        kind, gradients = _find_kind(segment), self.gradient_bytes[s]
+        kind, gradients = self._kinds[s], self.gradient_bytes[s]
         return Likely(kind, segment, priced, footprint.graph, footprint.backward, gradients, crossing)
 
     def price_update(self, block: Block, machine: Machine) -> float:

@@ -47,8 +47,20 @@ class Choices:
     updates_ahead: int = 1
 
 
-def estimate(case: Case, actions: Sequence[Action], machine: Machine, choices: Choices) -> Estimate:
-    return _Walk(case, machine, choices).run(actions)
+def estimate(
+    case: Case,
+    actions: Sequence[Action],
+    machine: Machine,
+    choices: Choices,
+    limits: Mapping[Tier, int] | None = None,
+) -> Estimate:
+    """With `limits` the walk ends where one is exceeded: by how much is not known then, nor how long a step takes."""
+    return _Walk(case, machine, choices, limits or {}).run(actions)
+
+
+def estimate_standing(case: Case, machine: Machine, choices: Choices) -> Estimate:
+    """What is there before a step begins, and stays."""
+    return _Walk(case, machine, choices, {}).run([])
 
 
 def estimate_plain(case: Case, machine: Machine, microbatches: int = 1, *, checkpointed: bool = False) -> Estimate:
@@ -82,6 +94,7 @@ class _Walk:
     case: Case
     machine: Machine
     choices: Choices
+    limits: Mapping[Tier, int]
     now: float = 0.0  # of the thread that computes
     free: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # lane -> when it is free
     busy: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -111,6 +124,7 @@ class _Walk:
     def __post_init__(self) -> None:
         self.on_cpu = self.machine.device == "cpu"
         self.device: Tier = "host" if self.on_cpu else "device"
+        self.is_over = False
         self.is_away = self.case.on_disk or self.case.is_slowed  # the model, behind a link
 
     def run(self, actions: Sequence[Action]) -> Estimate:
@@ -122,6 +136,8 @@ class _Walk:
         for _ in range(2 if self.is_away else 1):  # what one step leaves to write, the next one waits for
             before = self._snapshot()
             for kind, s, k in actions:
+                if self.is_over:
+                    return self._finish(*before)
                 self._advance()
                 handlers[kind](s, k)
                 self._release()
@@ -167,6 +183,7 @@ class _Walk:
         idle = self._idle_bytes() if tier == "host" else 0
         if self.totals[tier] + working + idle > self.peak.get(tier, 0):
             self.peak[tier] = self.totals[tier] + working + idle
+            self.is_over = self.is_over or self.peak[tier] > self.limits.get(tier, self.peak[tier])
             found = {name: n for (where, name), n in self.live.items() if where == tier and n}
             self.at_peak[tier] = found | {k: n for k, n in ((kind, working), ("idle buffers", idle)) if n}
 

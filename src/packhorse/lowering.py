@@ -5,6 +5,7 @@ from list to list, so a strategy is a generator and a choice of passes.
 """
 
 import itertools
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 
 from packhorse.schedule import Action
@@ -82,31 +83,61 @@ def prefetch(actions: Sequence[Action], sizes: Mapping[int, int], budget: int, *
     A fetch stays behind the eviction that makes room for it, and behind its own segment's previous eviction.
     """
     lowered: list[Action] = []
-    live = 0
-    lives: list[int] = []  # bytes fetched after each action of `lowered`
+    room = _Room(budget)
     for action in actions:
         kind, s, _ = action
         at = len(lowered)
         if kind == "FETCH" and s is not None:
-            size = sizes[s]
-            while at > 0 and lowered[at - 1].kind != "FETCH" and lowered[at - 1] != Action("EVICT", s):
-                if (lives[at - 2] if at > 1 else 0) + size > budget:
-                    break
-                at -= 1
-            lowered.insert(at, action)
-            before = lives[at - 1] if at else 0
-            lives[at:] = [before + size, *(n + size for n in lives[at:])]
-            live += size
-            continue
-        if kind in ("RESTORE", "RESTOREG"):
+            at = room.fetch(s, sizes[s], at)
+        elif kind in ("RESTORE", "RESTOREG"):
             at = _ahead(lowered, action, distance)
+            room.shift(at)
+        elif kind == "EVICT" and s is not None:
+            room.evict(s, sizes[s], at)
         lowered.insert(at, action)
-        if kind == "EVICT" and s is not None:
-            live -= sizes[s]
-            lives.append(live)
-        else:
-            lives.insert(at, lives[at - 1] if at else 0)
     return lowered
+
+
+class _Room:
+    """Where a fetch may go: behind the last one, and behind the evictions since then that make room for it.
+
+    Since the last fetch what is fetched has only become less, so the first evictions are those that stand in the way.
+    """
+
+    def __init__(self, budget: int):
+        self.budget = budget
+        self.live = 0  # bytes fetched, at the end of the list
+        self._after = 0  # where the last fetch stands, plus one
+        self._evictions: deque[list[int]] = deque()  # since then: segment, place, bytes fetched before it
+        self._shifted = self._added = 0  # to be added to their places and bytes
+
+    def fetch(self, s: int, size: int, end: int) -> int:
+        at = self._after
+        if self.live + size > self.budget:
+            at = end
+            self._evictions.clear()
+        own = max((i for i, (other, _, _) in enumerate(self._evictions) if other == s), default=-1)
+        while self._evictions and (own >= 0 or self._evictions[0][2] + self._added + size > self.budget):
+            at = self._evictions.popleft()[1] + self._shifted + 1
+            own -= 1
+        self._after = at + 1
+        self._shifted += 1
+        self._added += size
+        self.live += size
+        return at
+
+    def evict(self, s: int, size: int, at: int) -> None:
+        self._evictions.append([s, at - self._shifted, self.live - self._added])
+        self.live -= size
+
+    def shift(self, at: int) -> None:
+        """Something is put in at a place."""
+        for eviction in reversed(self._evictions):
+            if eviction[1] + self._shifted < at:
+                break
+            eviction[1] += 1
+        if at < self._after:
+            self._after += 1
 
 
 def _ahead(lowered: Sequence[Action], action: Action, distance: int) -> int:

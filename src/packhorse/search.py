@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from packhorse.case import Case
 from packhorse.errors import BudgetError, PackhorseError, PlanError
-from packhorse.estimate import MOST_MICROBATCHES, Choices, Estimate, estimate, estimate_plain
+from packhorse.estimate import MOST_MICROBATCHES, Choices, Estimate, estimate, estimate_plain, estimate_standing
 from packhorse.graph import Graph
 from packhorse.layout import make_layout
 from packhorse.machine import Machine, find_machine, free_bytes
@@ -76,21 +76,25 @@ class Wish:
         return replace(self, **pins)
 
 
-def choose(graph: Graph, case_of: CaseOf, wish: Wish, memory: Memory, machine: Machine) -> tuple[Case, Plan]:
+def choose(
+    graph: Graph, case_of: CaseOf, wish: Wish, memory: Memory, machine: Machine, *, explain: bool = True
+) -> tuple[Case, Plan]:
     """The fastest plan that fits. Without a budget a relay keeps nothing it need not keep.
+
+    To `explain` a refusal takes as long as to find a plan.
 
     On this machine, where steps take long, the chosen plan's segments are run, and the choice is made anew with what is
     known then, until it stands.
     """
     rehearsed = Rehearsed()
-    case, plan = _choose(graph, case_of, wish, memory, machine, rehearsed)
+    case, plan = _choose(graph, case_of, wish, memory, machine, rehearsed, explain)
     for _ in range(REHEARSALS):
         if not _is_worth_running(case, plan, memory, machine) or not case.rehearse(
             plan.rows, machine, resident=plan.strategy == "resident"
         ):
             break
         try:
-            case, plan = _choose(graph, case_of, wish, memory, machine, rehearsed)
+            case, plan = _choose(graph, case_of, wish, memory, machine, rehearsed, explain=False)
         except BudgetError:
             found = "run beforehand, its segments took more memory than reckoned: it may take more than planned"
             return case, replace(plan, reasons=(*plan.reasons, found))
@@ -108,9 +112,9 @@ def _is_worth_running(case: Case, plan: Plan, memory: Memory, machine: Machine) 
 
 
 def _choose(
-    graph: Graph, case_of: CaseOf, wish: Wish, memory: Memory, machine: Machine, rehearsed: Rehearsed
+    graph: Graph, case_of: CaseOf, wish: Wish, memory: Memory, machine: Machine, rehearsed: Rehearsed, explain: bool
 ) -> tuple[Case, Plan]:
-    tried: list[tuple[Case, Plan]] = []
+    tried: list[_Search] = []
     for part in _partitions(graph, wish):
         case = replace(case_of(part), rehearsed=rehearsed)
         search = _Search(case, wish, machine, _find_limits(case, memory, machine), _has_budget(memory))
@@ -120,9 +124,11 @@ def _choose(
             fits = _excess(plain, search.limits) <= 0
             found = replace(found, plain=plain, plain_microbatches=count, plain_fits=fits)
             return case, replace(found, reasons=search.explain(found))
-        assert search.least is not None
-        tried.append((case, search.least))
-    case, least = min(tried, key=lambda pair: _excess(pair[1].estimate, _find_limits(pair[0], memory, machine)))
+        tried.append(search)
+    if not explain:
+        raise BudgetError(f"{graph.name} does not fit")
+    closest = [(search.case, search.find_least()) for search in tried]
+    case, least = min(closest, key=lambda pair: _excess(pair[1].estimate, _find_limits(pair[0], memory, machine)))
     raise BudgetError(_refuse(graph, case_of, case, least, wish, memory, machine))
 
 
@@ -164,7 +170,6 @@ class _Search:
     machine: Machine
     limits: Mapping[Tier, int]
     has_budget: bool
-    least: Plan | None = None  # the one that comes closest to fitting
     refused: list[Plan] = field(default_factory=list)
 
     @cached_property
@@ -176,8 +181,6 @@ class _Search:
         for plan in self._candidates():
             if not self._fits(plan):
                 self.refused.append(plan)
-                if self.least is None or self._excess(plan) < self._excess(self.least):
-                    self.least = plan
                 continue
             if self.has_budget or self.wish.strategy == "auto":
                 plan = self._spend(plan)
@@ -185,6 +188,12 @@ class _Search:
             if best is None or plan.estimate.seconds < EQUAL * best.estimate.seconds:
                 best = plan
         return best
+
+    def find_least(self) -> Plan:
+        """Of those that do not fit the one that comes closest: with as many microbatches as may be."""
+        most = max(plan.microbatches for plan in self.refused)
+        walked = (self._price(plan, to_the_end=True) for plan in self.refused if plan.microbatches == most)
+        return min(walked, key=self._excess)
 
     def _candidates(self) -> Iterator[Plan]:
         case, wish = self.case, self.wish
@@ -225,14 +234,18 @@ class _Search:
         )
         return self._price(plan)
 
-    def _price(self, plan: Plan) -> Plan:
+    def _price(self, plan: Plan, *, to_the_end: bool = False) -> Plan:
+        """With its estimate; if it does not fit, only as far as that shows."""
         walked = min(plan.microbatches, MOST_MICROBATCHES)
-        actions = plan.actions(walked, self.case.weights)
         resident = plan.strategy == "resident"
         choices = Choices(
             plan.rows, plan.microbatches / walked, resident, plan.kept, plan.stash_bytes, plan.updates_ahead
         )
-        return replace(plan, estimate=estimate(self.case, actions, self.machine, choices))
+        found = estimate_standing(self.case, self.machine, choices)
+        if to_the_end or _excess(found, self.limits) <= 0:
+            actions = plan.actions(walked, self.case.weights)
+            found = estimate(self.case, actions, self.machine, choices, None if to_the_end else self.limits)
+        return replace(plan, estimate=found)
 
     def _fits(self, plan: Plan) -> bool:
         return self._excess(plan) <= 0
@@ -303,7 +316,7 @@ class _Search:
         )
         fewer = [p for p in self.refused if p.strategy == plan.strategy and p.microbatches < plan.microbatches]
         if fewer:
-            closest = max(fewer, key=lambda p: p.microbatches)
+            closest = self._price(max(fewer, key=lambda p: p.microbatches), to_the_end=True)
             scarce = _scarcest(closest.estimate, self.limits)
             more = format_bytes(closest.estimate.peak[scarce])
             reasons.append(f"{closest.microbatches} microbatches would take {more} of {scarce} memory")
@@ -335,7 +348,7 @@ class _Search:
         everything = frozenset(sorted(self.case.layout.differentiable)[:-1])
         if plan.kept == everything:
             return None
-        found = self._price(replace(plan, kept=everything)).estimate
+        found = self._price(replace(plan, kept=everything), to_the_end=True).estimate
         return found if found.seconds < 0.95 * plan.estimate.seconds else None
 
 
@@ -457,7 +470,7 @@ def make_plan(
     if on_disk is not None:
         return search(partial(case_of, on_disk=on_disk))[1]
     with contextlib.suppress(BudgetError):
-        return search(partial(case_of, on_disk=False))[1]
+        return search(partial(case_of, on_disk=False), explain=False)[1]
     return search(partial(case_of, on_disk=True))[1]
 
 
