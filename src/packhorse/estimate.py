@@ -392,7 +392,7 @@ class _Walk:
             if not self.on_cpu:
                 self._later(start, "device", "gradients", own)
                 self._add("host", "gradients", own)
-            order = len(self.jobs) if self.case.rolls else s
+            order = -s if self.case.rolls and self.case.update == "eager" else s
             heapq.heappush(self.jobs, (order, len(self.pending), block.name, block, own, start))
             self._advance()
             self._make_room()

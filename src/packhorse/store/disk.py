@@ -27,11 +27,12 @@ from torch import Tensor
 from packhorse.errors import StoreError
 from packhorse.memory import Ledger, Pool
 from packhorse.store.block_files import BlockFiles, describe_blocks, rebuild_blocks
-from packhorse.store.blocks import GRADIENT, MASTER, Block
+from packhorse.store.blocks import GRADIENT, Block
 from packhorse.store.files import File, FileSystem, Lock, digest, replace_small, seal, unseal, write_small
 from packhorse.store.journal import Journal
 from packhorse.store.lane import Lane
 from packhorse.store.places import make_places
+from packhorse.store.relayout import copy_blocks, find_difference
 from packhorse.store.store import Link, Store
 from packhorse.units import format_bytes
 
@@ -196,7 +197,7 @@ class DiskStore(Store):
     def open(self, blocks: Sequence[Block], pool: Pool, header: Mapping[str, Any]) -> None:
         """Continues the run that is stored. Where the model is now cut into other blocks, it is laid out anew."""
         manifest = self.open_as_it_is(pool)
-        difference = _difference(self.header, header)
+        difference = find_difference(self.header, header)
         if difference:
             raise StoreError(f"{self.path} belongs to another model or optimizer: {difference}")
         same = self.header["blocks"] == describe_blocks(blocks) and self.header["versions"] == self.versions
@@ -228,46 +229,13 @@ class DiskStore(Store):
         old, manifest = self.files, dict(self._committed or {})
         number = int(old.path.name.rpartition("-")[2]) + 1
         new = self._make_files(f"blocks-{number}", blocks, header)
-        for block in blocks:
-            for kind, dtype in block.kinds.items():
-                if kind == GRADIENT:
-                    continue
-                for unit, (start, stop) in enumerate(block.units):
-                    buffer = self._pool.take((stop - start) * dtype.itemsize, "update buffers")
-                    buffer.zero_()
-                    known = self._gather(old, block, kind, start, stop, buffer.view(dtype))
-                    if known:
-                        new.write(block, kind, unit, buffer, new.places.runs(block, kind, write=True))
-                    self._pool.give(buffer, "update buffers")
-            new.publish(block)
+        copy_blocks(old, new, self._pool)
         if self._syncs:
             new.sync()
         self._files = new
         self._write_manifest({**manifest, "blocks": new.path.name, "version": new.version(), "checked": new.checked})
         old.close()
         shutil.rmtree(old.path)
-
-    def _gather(self, old: BlockFiles, block: Block, kind: str, start: int, stop: int, target: Tensor) -> bool:
-        """Fills a unit with what the old files hold of its tensors; false if they hold nothing."""
-        known = False
-        for slot in block.slots:
-            a, b = max(slot.start, start), min(slot.stop, stop)
-            if a >= b:
-                continue
-            source, place = old.find(slot.name)
-            if len(source.kinds) == 1 and kind != MASTER:
-                continue  # not updated so far: its states begin now
-            if kind not in source.kinds:
-                raise StoreError(
-                    f"{self.path} has no optimizer state {kind!r} of {slot.name}; it was made with other options"
-                )
-            if all(s is None for s in old.sums[source.name, kind]) and old.checked:
-                continue  # never written: a state before the first step
-            if place.stride != slot.stride:
-                raise StoreError(f"{slot.name} lies in {self.path} in another order of dimensions")
-            target[a - start : b - start] = old.read_elements(slot.name, kind, a - slot.start, b - slot.start)
-            known = True
-        return known
 
     def _make_directory(self) -> None:
         try:
@@ -522,18 +490,6 @@ class DiskLoan:
 
     def _release(self) -> None:
         self.store.give_buffer(self.buffer, self.role)
-
-
-def _difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """The first thing in which the stored model and this one differ; nothing if they agree."""
-    for key in ("model", "optimizer"):
-        if wanted[key] != found[key]:
-            return f"{key} is {found[key]} there and {wanted[key]} here"
-    there, here = ({t["name"]: (t["shape"], t["dtype"]) for t in h["tensors"]} for h in (found, wanted))
-    for name in {**here, **there}:
-        if there.get(name) != here.get(name):
-            return f"{name} is {there.get(name, 'not')} there and {here.get(name, 'not')} here"
-    return ""
 
 
 def _check_versions(versions: int | None, durability: str) -> None:
