@@ -105,7 +105,9 @@ def test_roll_forward() -> None:
     assert show(lowering.finish(deferred, {0})) == "1UPDATE COMMIT"
 
 
-@given(st.integers(1, 6), st.integers(1, 4), st.integers(0, 5), st.sets(st.integers(0, 5)), st.integers(0, 60), st.data())
+@given(
+    st.integers(1, 6), st.integers(1, 4), st.integers(0, 5), st.sets(st.integers(0, 5)), st.integers(0, 60), st.data()
+)
 def test_what_is_left_of_a_step_is_legal(
     segments: int, microbatches: int, first: int, kept: set[int], budget: int, data: st.DataObject
 ) -> None:

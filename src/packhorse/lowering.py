@@ -159,7 +159,9 @@ def roll_forward(actions: Sequence[Action]) -> list[Action]:
     which could not be made again afterwards, have been stashed.
     """
     stashed = {a.segment: i for i, a in enumerate(actions) if a.kind == "STASHG"}
-    moved = {a: stashed[a.segment] for i, a in enumerate(actions) if a.kind == "UPDATE" and stashed.get(a.segment, -1) > i}
+    moved = {
+        a: stashed[a.segment] for i, a in enumerate(actions) if a.kind == "UPDATE" and stashed.get(a.segment, -1) > i
+    }
     behind = {i: update for update, i in moved.items()}
     lowered: list[Action] = []
     for i, action in enumerate(actions):

@@ -109,7 +109,9 @@ class Plan:
         if "disk" in found.peak:
             read, written = (format_bytes(found.moved.get(link, 0)) for link in ("read", "write"))
             kept = ", one version and a spare: a step that is interrupted is finished on resume" if self.rolls else ""
-            lines["disk"] = f"{format_bytes(found.peak['disk'])} of space{kept}; a step reads {read} and writes {written}"
+            lines["disk"] = (
+                f"{format_bytes(found.peak['disk'])} of space{kept}; a step reads {read} and writes {written}"
+            )
         links = [f"{format_bytes(found.moved[k])} {k}" for k in ("up", "down") if k in found.moved]
         if links:
             lines["link"] = f"a step moves {', '.join(links)}"

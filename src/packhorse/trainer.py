@@ -204,8 +204,8 @@ class Trainer:
         assert intent is not None
         if intent["fingerprint"] != find_fingerprint(graph):
             raise StoreError(
-                f"step {intent['facts']['step'] + 1} was interrupted and has to be finished first, but it was begun with another "
-                "model, precision, or rows of the example; resume once with those"
+                f"step {intent['facts']['step'] + 1} was interrupted and has to be finished first, but it was begun with "
+                "another model, precision, or rows of the example; resume once with those"
             )
         deferred, self.deferred = self.deferred, intent["deferred"]
         wish = Wish("relay", intent["microbatches"], cuts=tuple(intent["cuts"]))

@@ -197,5 +197,7 @@ def rebuild_blocks(described: Sequence[Mapping[str, Any]]) -> list[Block]:
             Slot(name, tuple(shape), tuple(stride), start, torch.Size(shape).numel())
             for name, shape, stride, start in entry["slots"]
         )
-        blocks.append(Block(entry["name"], slots, kinds, kinds["master"], entry["whole"], tuple(entry.get("users", ()))))
+        blocks.append(
+            Block(entry["name"], slots, kinds, kinds["master"], entry["whole"], tuple(entry.get("users", ())))
+        )
     return blocks

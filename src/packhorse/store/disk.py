@@ -205,11 +205,13 @@ class DiskStore(Store):
             path = self.files.path
             self.files.close()
             self._files = self._block_files(path, blocks, create=False)
+            if self._syncs:  # a file of gradients may be new
+                self.system.sync_directory(path)
             self._take_up(manifest, self.rolls)
         elif self.journal.intent is not None:
             raise StoreError(
-                f"a step of the run in {self.path} was interrupted and has to be finished as it was begun, but the model is now "
-                "cut or trained otherwise; resume once with the options of that run"
+                f"a step of the run in {self.path} was interrupted and has to be finished as it was begun, but the model is "
+                "now cut or trained otherwise; resume once with the options of that run"
             )
         else:
             self._lay_out_anew(blocks, header)
@@ -251,9 +253,10 @@ class DiskStore(Store):
     def _refuse_if_full(self, needed: int) -> None:
         free = shutil.disk_usage(self.path).free
         if needed > free:
+            fewer = ", versions=1" if self.versions == 2 else ""
             raise StoreError(
                 f"the store needs {format_bytes(needed)} in {self.path}, but {format_bytes(free)} are free there; "
-                f"make room, choose another directory, or a lighter optimizer"
+                f"make room, choose another directory{fewer}, or a lighter optimizer"
             )
 
     # -- loans
@@ -496,4 +499,6 @@ def _check_versions(versions: int | None, durability: str) -> None:
     if versions not in (None, 1, 2):
         raise StoreError(f"versions is {versions!r}, expected 1 or 2, or None to let the disk decide")
     if versions == 2 and durability == "none":
-        raise StoreError("versions is 2, but with durability='none' blocks are overwritten in place; leave one of them out")
+        raise StoreError(
+            "versions is 2, but with durability='none' blocks are overwritten in place; leave one of them out"
+        )

@@ -3,8 +3,8 @@
 step.journal   a line a record, each with its checksum: first the intent, then what has been updated
 step.bin       tensors of the intent: the batch, and buffers as the step leaves them
 
-In: an intent before the first update of a step, and a record when blocks have been updated. Out: the same after a crash, but for
-a last record that was not written to its end. A record that is there is one whose blocks are there, whole.
+In: an intent before the first update of a step, and a record when blocks have been updated. Out: the same after a crash, but
+for a last record that was not written to its end. What a record tells of is there, whole.
 """
 
 import json
@@ -89,7 +89,11 @@ class Journal:
                         raise StoreError(
                             f"{self.tensor_path} is damaged: {name} does not have the checksum in {self.path.name}"
                         )
-                    flat = torch.frombuffer(content, dtype=DTYPES[dtype]) if nbytes else torch.empty(0, dtype=DTYPES[dtype])
+                    flat = (
+                        torch.frombuffer(content, dtype=DTYPES[dtype])
+                        if nbytes
+                        else torch.empty(0, dtype=DTYPES[dtype])
+                    )
                     tensors[name] = flat.view(shape)
         except OSError as error:
             raise StoreError(f"{self.tensor_path} cannot be read: {error.strerror or error}") from error

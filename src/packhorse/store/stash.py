@@ -95,7 +95,8 @@ class Stash:
             with kept.lock:
                 if not kept.dropped:
                     self._failure = self._failure or future.exception()
-                kept.tensor = kept.buffer = kept.written = None  # a future remembers its callbacks, and these the buffer
+                # The future goes too: it remembers its callbacks, and these the buffer.
+                kept.tensor = kept.buffer = kept.written = None
                 self._free_if_unused(kept)
             self.store.give_buffer(buffer, "stash")  # type: ignore[union-attr]
 
