@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -123,7 +124,7 @@ class Trainer:
         overlap: bool,
     ) -> None:
         """Captures, cuts, plans, fills the store; what a run left unfinished is finished first, the way it was begun."""
-        budget = read_budget(memory, self._device.name)
+        budget, base = read_budget(memory, self._device.name), resident_bytes()
         graph = self._capture("train", example)
         if self._store.holds_run:
             self._store.claim()
@@ -131,28 +132,22 @@ class Trainer:
         place = self._store.path if isinstance(self._store, DiskStore) else None
         machine = Machine.probe(place, device=self._device.name.partition(":")[0])
         machine = machine.slowed(self._store.link.bytes_per_second).without_disk()  # the store sees to that itself
+        means = _Means(graph, budget, machine, max(base - _own_bytes(self.model), 0), overlap)
         journal = self._store.find_unfinished() if resume else None
-        if journal is not None and journal.intent is not None:
-            self._finish(journal, graph, budget, machine, overlap)
+        if journal is not None:
+            self._finish(journal, means)
         if plan is not None:
             wish = wish.pinned_to(read_plan(plan, graph))
-        self._build(graph, wish, budget, machine, versions, resume, weights, overlap)
+        self._build(means, wish, versions, resume, weights)
         self._state.hand_over(self.model)
         _open.add(self)
 
     def _build(
-        self,
-        graph: Graph,
-        wish: Wish,
-        budget: Memory,
-        machine: Machine,
-        versions: int | None,
-        resume: bool,
-        weights: str | Path | None,
-        overlap: bool,
+        self, means: "_Means", wish: Wish, versions: int | None, resume: bool, weights: str | Path | None = None
     ) -> None:
         """From a graph to all that runs it."""
-        on_disk, base, given = self._store.on_disk, resident_bytes(), _own_bytes(self.model)
+        graph, on_disk = means.graph, self._store.on_disk
+        durable = isinstance(self._store, DiskStore) and self._store.durability != "none"
 
         def case_of(part: Partition) -> Case:
             case = Case(
@@ -162,8 +157,8 @@ class Trainer:
                 self.precision,
                 "deferred" if self.deferred else "eager",
                 on_disk,
-                max(base - given, 0),
-                given,
+                means.base_bytes,
+                _own_bytes(self.model),
                 versions or 2,
                 versions == 1 and durable,
                 versions is None,
@@ -174,15 +169,14 @@ class Trainer:
             is_tight = isinstance(self._store, DiskStore) and not self._store.has_room(case.disk_bytes)
             return case.rolling() if case.may_roll and is_tight else case
 
-        durable = isinstance(self._store, DiskStore) and self._store.durability != "none"
-        self._case, self.plan = choose(graph, case_of, wish, budget, machine)
+        self._case, self.plan = choose(graph, case_of, wish, means.budget, means.machine)
         self._store.versions = self._case.versions
         self._partition, self._layout = self._case.partition, self._case.layout
         self._graphs, self._partitions = {("train", 0): graph}, {id(graph): self._partition}
         self._programs.clear()
 
         planned = self.plan.estimate.peak["host"]
-        heap = Heap(self._ledger, plenty=(budget.limit("host") or 0) > 2 * planned, ceiling=planned)
+        heap = Heap(self._ledger, plenty=(means.budget.limit("host") or 0) > 2 * planned, ceiling=planned)
         self._state = ModelState(graph, self._layout, self._store, self._ledger)
         self._updater = Updater(self._store, self._stepper, self._state.small)
         self._open_store(resume, weights)
@@ -194,22 +188,22 @@ class Trainer:
             stash,
             Running(heap, partial(self._case.working_bytes, rows=self.plan.rows)),
             seed=self.seed,
-            overlap=overlap,
+            overlap=means.overlap,
             updates_ahead=self.plan.updates_ahead,
         )
 
-    def _finish(self, journal: Journal, graph: Graph, budget: Memory, machine: Machine, overlap: bool) -> None:
+    def _finish(self, journal: Journal, means: "_Means") -> None:
         """Finishes a step that was interrupted, with its own batch, cuts and microbatches; nothing of that stays."""
         intent, records, tensors = journal.intent, list(journal.records), journal.read_tensors()
         assert intent is not None
-        if intent["fingerprint"] != find_fingerprint(graph):
+        if intent["fingerprint"] != find_fingerprint(means.graph):
             raise StoreError(
                 f"step {intent['facts']['step'] + 1} was interrupted and has to be finished first, but it was begun with "
                 "another model, precision, or rows of the example; resume once with those"
             )
         deferred, self.deferred = self.deferred, intent["deferred"]
         wish = Wish("relay", intent["microbatches"], cuts=tuple(intent["cuts"]))
-        self._build(graph, wish, budget, machine, 1, True, None, overlap)
+        self._build(means, wish, 1, resume=True)
         try:
             self._state.take_up(records)
             self._load_facts(intent["facts"])
@@ -583,6 +577,17 @@ class Trainer:
             )
         if self._closed:
             raise PackhorseError("the trainer is closed; make a new one (with resume=True to continue from its store)")
+
+
+@dataclass(frozen=True)
+class _Means:
+    """What a plan is made with, whatever is wished."""
+
+    graph: Graph
+    budget: Memory
+    machine: Machine
+    base_bytes: int  # of the process before, without the model's own tensors
+    overlap: bool
 
 
 class _Values(dict[str, Any]):
