@@ -4,6 +4,7 @@ import errno
 import itertools
 import os
 import shutil
+import time
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -163,6 +164,9 @@ def interrupt(store: Path, where: str = "step.journal", writes: int = 3, **optio
     system.armed = True
     with pytest.raises(StoreError, match="No space left") as failure:
         end_step(trainer, 3)
+    for _ in range(500):  # what is stashed may still be on its way to the disk
+        if trainer._pool._in_use:
+            time.sleep(0.01)
     assert trainer._pool._in_use == 0, "no buffer is on loan after a failure"
     if is_journaled(trainer):
         with pytest.raises(ph.PackhorseError, match="could not be undone"):
