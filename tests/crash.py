@@ -5,8 +5,12 @@ model already; it dies from a signal after some time, or by its own hand at a gi
 """
 
 import contextlib
+import json
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,8 +47,28 @@ class Positions:
         self.position = state["position"]
 
 
-def make_model() -> nn.Module:
+class Knot(nn.Module):
+    """Skips over several segments, a weight used in three of them, dropout, batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tied = nn.Linear(24, 24, bias=False)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(24, 24), nn.BatchNorm1d(24), nn.GELU(), nn.Dropout(0.1)) for _ in range(3)
+        )
+        self.head = nn.Linear(24, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.tied(x)
+        second = self.blocks[0](first)
+        third = self.blocks[1](self.tied(second)) + first
+        return self.head(self.tied(self.blocks[2](third) + second) + first)
+
+
+def make_model(kind: str = "plain") -> nn.Module:
     torch.manual_seed(0)
+    if kind == "knot":
+        return Knot()
     blocks = [nn.Sequential(nn.Linear(24, 24), nn.BatchNorm1d(24), nn.GELU()) for _ in range(3)]
     return nn.Sequential(*blocks, nn.Dropout(0.1), nn.Linear(24, 4))
 
@@ -53,9 +77,17 @@ def classify(output: Tensor, batch: Any) -> Tensor:
     return nn.functional.cross_entropy(output, batch[1])
 
 
-def make_trainer(store: Path | ph.DiskStore, **options: Any) -> ph.Trainer:
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+def make_trainer(
+    store: Path | ph.DiskStore, *, model_kind: str = "plain", momentum: float | None = None, **options: Any
+) -> ph.Trainer:
+    """AdamW, or with `momentum` SGD. `versions` of a store that is given as a directory."""
+    model = make_model(model_kind)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if momentum is not None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=momentum)
+    versions = options.pop("versions", None)
+    if versions is not None and isinstance(store, Path):
+        store = ph.DiskStore(store, durability=options.pop("durability", "process"), versions=versions)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[2, 4], gamma=0.5)
     data = Positions()
     options = {"strategy": "relay", "microbatches": 2, "resume": True, **options}
@@ -71,13 +103,13 @@ def train(trainer: ph.Trainer, steps: int = STEPS) -> None:
 
 def capture_once() -> None:
     """All trainers of this process, and of those forked from it, share one graph."""
-    known: list[ph.Graph] = []
+    known: dict[type, ph.Graph] = {}
     original = ph.capture
 
-    def capture(*arguments: Any, **options: Any) -> ph.Graph:
-        if not known:
-            known.append(original(*arguments, **options))
-        return known[0]
+    def capture(model: nn.Module, *arguments: Any, **options: Any) -> ph.Graph:
+        if type(model) not in known:
+            known[type(model)] = original(model, *arguments, **options)
+        return known[type(model)]
 
     packhorse.trainer.capture = capture  # type: ignore[attr-defined]
 
@@ -98,9 +130,19 @@ def read_state(store: Path) -> tuple[int, dict[str, Tensor]]:
         opened.close()
 
 
+def is_interrupted(store: Path) -> bool:
+    """Whether it holds a step that has to be finished."""
+    opened = ph.DiskStore(store)
+    try:
+        return opened.find_unfinished() is not None
+    finally:
+        opened.close()
+
+
 def reference(directory: Path, **options: Any) -> list[dict[str, Tensor]]:
-    """All values after every step of a run that nothing disturbs."""
+    """All values after every step of a run that nothing disturbs, with two versions."""
     states = []
+    options.pop("versions", None)
     for step in range(STEPS + 1):
         with make_trainer(directory, **options) as trainer:
             train(trainer, step)
@@ -155,15 +197,15 @@ class Killer(FileSystem):
         self._count(lambda: super(Killer, self).sync_directory(path))
 
 
-def attempt(store: Path, kill: Any, **options: Any) -> bool:
+def attempt(store: Path, kill: Any, steps: int = STEPS, **options: Any) -> bool:
     """One process that goes on with the run; `kill` is seconds, or a `Killer`. True if it came to the end."""
     child = os.fork()
     if child == 0:
         try:
             system = kill if isinstance(kill, FileSystem) else None
-            durability = options.pop("durability", "process")
-            with make_trainer(ph.DiskStore(store, durability=durability, filesystem=system), **options) as trainer:
-                train(trainer)
+            choices = {"durability": options.pop("durability", "process"), "versions": options.pop("versions", None)}
+            with make_trainer(ph.DiskStore(store, filesystem=system, **choices), **options) as trainer:
+                train(trainer, steps)
             os._exit(0)
         except BaseException:
             import traceback
@@ -185,6 +227,7 @@ def kill_many(directory: Path, kills: int, seed: int = 0, **options: Any) -> dic
     random = Random(seed)
     expected = reference(directory / "reference", **options)
     counts = {"killed by time": 0, "killed in an operation": 0, "runs completed": 0, "found before the first commit": 0}
+    counts["found with a step to finish"] = 0
     durations = []
     for i in range(3):
         started = time.perf_counter()
@@ -208,10 +251,99 @@ def kill_many(directory: Path, kills: int, seed: int = 0, **options: Any) -> dic
         if not (store / "manifest.json").exists():
             counts["found before the first commit"] += 1
             continue
-        step, values = read_state(store)
+        found = store
+        if is_interrupted(store):  # finished in a copy: the next attempt, which may die in doing so, has it as it is
+            counts["found with a step to finish"] += 1
+            found = directory / "finished"
+            shutil.rmtree(found, ignore_errors=True)
+            shutil.copytree(store, found)
+            attempt(found, None, steps=0, **options)
+        step, values = read_state(found)
         assert step >= last, f"step {step} after {last}: a commit was lost"
         assert_equal(values, expected[step], f"run {number}, after step {step}")
-        last = step
-        if step == STEPS:
+        last = step if found == store else step - 1
+        if last == STEPS:
             number, last = number + 1, -1
     return counts
+
+
+def run_kills(tmp_path: Path, kills: int, **options: Any) -> dict[str, int]:
+    """In a process of its own, whose threads do not stand in the way of a fork."""
+    program = (
+        "import json, sys; from pathlib import Path; import crash; crash.capture_once();"
+        "print(json.dumps(crash.kill_many(Path(sys.argv[1]), int(sys.argv[2]), **json.loads(sys.argv[3]))))"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path), str(kills), json.dumps(options)]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+# -- crashes between operations
+
+
+class Recorder(FileSystem):
+    """Notes every operation that changes something, with what it wrote."""
+
+    def __init__(self) -> None:
+        self.operations: list[tuple[Any, ...]] = []
+        self.paths: dict[int, Path] = {}
+
+    def open(self, path: Path, **options: Any) -> int:
+        descriptor = super().open(path, **options)
+        self.paths[descriptor] = path
+        return descriptor
+
+    def write(self, descriptor: int, view: memoryview, offset: int) -> int:
+        count = super().write(descriptor, view, offset)
+        self.operations.append(("write", self.paths[descriptor], bytes(view[:count]), offset))
+        return count
+
+    def sync(self, descriptor: int) -> None:
+        super().sync(descriptor)
+        self.operations.append(("sync", self.paths[descriptor]))
+
+    def replace(self, source: Path, target: Path) -> None:
+        super().replace(source, target)
+        self.operations.append(("replace", source, target))
+
+    def sync_directory(self, path: Path) -> None:
+        super().sync_directory(path)
+        self.operations.append(("sync directory", path))
+
+
+def replay(before: Path, target: Path, operations: list[tuple[Any, ...]], origin: Path) -> None:
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(before, target)
+    for kind, path, *rest in operations:
+        moved = target / path.relative_to(origin)
+        if kind == "write":
+            content, offset = rest
+            with open(moved, "r+b" if moved.exists() else "w+b") as file:
+                if not moved.name.endswith(".bin") and offset == 0:
+                    file.truncate(0)
+                file.seek(offset)
+                file.write(content)
+        elif kind == "replace" and moved.exists():
+            os.replace(moved, target / rest[0].relative_to(origin))
+
+
+def survive(operations: list[tuple[Any, ...]], random: Random) -> list[tuple[Any, ...]]:
+    """Those that were synced, in order; of the others some, in any order, writes perhaps in part."""
+    synced: set[int] = set()
+    for i, (kind, path, *_) in enumerate(operations):
+        if kind == "sync":
+            synced |= {j for j in range(i) if operations[j][:2] == ("write", path)}
+        elif kind == "sync directory":
+            synced |= {j for j in range(i) if operations[j][0] == "replace"}
+    kept = [operations[i] for i in sorted(synced)]
+    loose = [
+        operations[i] for i in range(len(operations)) if i not in synced and operations[i][0] in ("write", "replace")
+    ]
+    random.shuffle(loose)
+    for operation in loose:
+        if random.random() < 0.5:
+            if operation[0] == "write" and random.random() < 0.5:
+                operation = (*operation[:2], operation[2][: len(operation[2]) // 2], operation[3])
+            kept.append(operation)
+    return kept

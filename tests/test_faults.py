@@ -265,8 +265,9 @@ def committed_places(store: Path) -> list[tuple[Path, int, int]]:
     found = [(path, start, path.stat().st_size) for path, start in places]
     for block in opened.files.blocks.values():
         for kind in block.kinds:
-            offset = opened.files.offset(block, kind, opened.files.slot(block, kind, write=False))
-            found.append((opened.files.path / f"{kind}.bin", offset, block.nbytes(kind)))
+            runs = opened.files.places.runs(block, kind, write=False)
+            ranges = opened.files.places.ranges(block, kind, runs, 0, block.numel)
+            found += [(opened.files.path / f"{kind}.bin", offset, nbytes) for offset, nbytes in ranges]
     opened.close()
     return found
 

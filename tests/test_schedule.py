@@ -91,6 +91,55 @@ def test_every_lowered_list_is_legal(
     assert peak(ahead, sizes) <= max(budget, peak(actions, sizes))
 
 
+def test_roll_forward() -> None:
+    """An update waits for the gradients at its boundary; what finishing takes is written down before the first."""
+    actions = lowering.update(lowering.stash(lowering.recompute(schedule.relay(2, 2, {0, 1}), ())), 2)
+    rolling = lowering.roll_forward(actions)
+    assert show(rolling) == (
+        "0F0 0STASH0 0F1 0STASH1 1RESTORE0 1F0 1B0 1STASHG0 1RESTORE1 1F1 1B1 1STASHG1 INTENT 1UPDATE "
+        "0RESTORE0 0R0 0RESTOREG0 0B0 0RESTORE1 0R1 0RESTOREG1 0B1 0UPDATE COMMIT"
+    )
+    assert show(lowering.finish(rolling, {1})) == (
+        "0F0 0STASH0 0F1 0STASH1 INTENT 0RESTORE0 0R0 0RESTOREG0 0B0 0RESTORE1 0R1 0RESTOREG1 0B1 0UPDATE COMMIT"
+    )
+    deferred = lowering.roll_forward(lowering.update(schedule.relay(2, 1, {0, 1}), 1, deferred=True))
+    assert show(deferred) == "0F0 1F0 1B0 1PARK 0B0 0PARK NORM INTENT 0UPDATE 1UPDATE COMMIT"
+    assert show(lowering.finish(deferred, {0})) == "1UPDATE COMMIT"
+
+
+@given(
+    st.integers(1, 6), st.integers(1, 4), st.integers(0, 5), st.sets(st.integers(0, 5)), st.integers(0, 60), st.data()
+)
+def test_what_is_left_of_a_step_is_legal(
+    segments: int, microbatches: int, first: int, kept: set[int], budget: int, data: st.DataObject
+) -> None:
+    """Interrupted after any update: the same checker admits the rest as a step of the segments that are left."""
+    backward = frozenset(range(min(first, segments - 1), segments))
+    kept &= backward
+    sizes = {s: 10 + s for s in range(segments)}
+    actions = lowering.stash(lowering.recompute(schedule.relay(segments, microbatches, backward), kept))
+    actions = lowering.roll_forward(lowering.update(actions, microbatches))
+    actions = lowering.prefetch(lowering.fetch(actions, kept), sizes, budget)
+    check(actions, segments, microbatches, backward)
+    done = data.draw(st.integers(min(backward), segments - 1))
+    rest = lowering.finish(actions, range(done, segments))
+    check(rest, done, microbatches, backward & set(range(done)))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("INTENT 0UPDATE", "segment 1 is not updated, and could not be once this one is"),
+        ("INTENT 1UPDATE", "the gradients that 1B0 made are not stashed, and could not be made again"),
+        ("1UPDATE INTENT", "segment 1 is already updated"),
+    ],
+)
+def test_an_order_that_could_not_be_finished_is_refused(text: str, reason: str) -> None:
+    before = "0FETCH 0F0 1FETCH 1F0 1B0 1EVICT 0B0 0EVICT"
+    with pytest.raises(ScheduleError, match=reason):
+        check(parse(f"{before} {text}"), 2, 1, {0, 1})
+
+
 def peak(actions: list[Action], sizes: dict[int, int]) -> int:
     live = most = 0
     for action in actions:

@@ -49,6 +49,8 @@ def describe_store(directory: str | Path) -> dict[str, Any]:
         assert manifest is not None
         header = unseal(path / manifest["blocks"] / "header.json")
         holder = store.lock.holder()
+        unfinished = holder is None and store.find_unfinished() is not None
+        done = store.journal.records[-1]["segment"] if unfinished else None
     finally:
         store.close()
     kinds: dict[str, int] = {}
@@ -64,6 +66,8 @@ def describe_store(directory: str | Path) -> dict[str, Any]:
         "elements": sum(torch.Size(t["shape"]).numel() for t in header["tensors"]),
         "blocks": len(header["blocks"]),
         "versions": header["versions"],
+        "rolls_forward": header["versions"] == 1 and manifest["checked"],
+        "interrupted": {"step": manifest["facts"]["step"] + 1, "updated_from_segment": done} if unfinished else None,
         "bytes": kinds,
         "bytes_on_disk": _used_bytes(path),
         "committed": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime((path / "manifest.json").stat().st_mtime)),
@@ -79,14 +83,14 @@ def check_store(directory: str | Path) -> tuple[int, list[str], bool]:
         count = 0
         for block in store.files.blocks.values():
             for kind, dtype in block.kinds.items():
-                slot, sums = store.files.slot(block, kind, write=False), store.files.sums[block.name, kind]
+                runs, sums = store.files.places.runs(block, kind, write=False), store.files.sums[block.name, kind]
                 for unit, (start, stop) in enumerate(block.units):
                     if sums[unit] is None and store.files.checked:
                         continue  # a state before the first step
                     buffer = map_bytes((stop - start) * dtype.itemsize)
                     count += buffer.nbytes
                     try:
-                        store.files.read(block, kind, unit, buffer, slot, sums[unit])
+                        store.files.read(block, kind, unit, buffer, runs, sums[unit])
                     except StoreError as error:
                         problems.append(str(error))
         try:
@@ -99,6 +103,12 @@ def check_store(directory: str | Path) -> tuple[int, list[str], bool]:
 def export_store(directory: str | Path, target: str | Path) -> list[Path]:
     """Writes the stored model as safetensors, as `Trainer.save` would."""
     with _opened(directory) as store:
+        if store.journal.intent is not None:
+            step = store.journal.intent["facts"]["step"]
+            raise StoreError(
+                f"{directory} holds step {step} and parts of step {step + 1}, which was interrupted; resume the run, which "
+                "finishes that step, and export then"
+            )
         small = store.read_small()
         saved = [t for t in store.header["tensors"] if t["saved"]]
         entries = [Entry(t["name"], tuple(t["shape"]), getattr(torch, t["dtype"])) for t in saved]
@@ -118,17 +128,17 @@ def reclaim(directory: str | Path) -> int:
 
     with _opened(directory) as store:
         before = _used_bytes(path)
-        for leftover in [*path.glob("*.new"), path / "stash.bin", store.files.path / f"{GRADIENT}.bin"]:
+        leftovers = list(path.glob("*.new"))
+        if store.journal.intent is None:  # else they are what finishing the step takes
+            leftovers += [path / "stash.bin", store.files.path / f"{GRADIENT}.bin", store.journal.path]
+            leftovers += [store.journal.tensor_path]
+        for leftover in leftovers:
             leftover.unlink(missing_ok=True)
         for other in path.glob("blocks-*"):
             if other != store.files.path:
                 shutil.rmtree(other)
-        for block in store.files.blocks.values():
-            for kind in block.kinds:
-                if store.files.num_slots(kind) > 1:
-                    spare = store.files.slot(block, kind, write=True)
-                    offset = store.files.offset(block, kind, spare)
-                    _punch_hole(store.files.files[kind].descriptor, offset, block.nbytes(kind))
+        for kind, offset, nbytes in store.files.places.unused():
+            _punch_hole(store.files.files[kind].descriptor, offset, nbytes)
         return before - _used_bytes(path)
 
 

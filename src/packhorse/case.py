@@ -6,7 +6,7 @@ all twins. `estimate` walks lists of actions with it, `search` compares them.
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +19,8 @@ from packhorse.partition import Footprint, Partition, Segment, find_footprint
 from packhorse.precision import Cast, Precision
 from packhorse.price import PASSES, Price, price_node, price_update
 from packhorse.rehearse import Likely, Rehearsed, reckon
-from packhorse.store import GRADIENT, MASTER, Block
+from packhorse.store import MASTER, Block
+from packhorse.store.places import make_places
 
 RUNTIME = 24 << 20  # records of the graph, threads, what kernels keep for themselves
 
@@ -35,6 +36,8 @@ class Case:
     base_bytes: int  # of the process before training, without the model's own tensors
     model_bytes: int = 0  # those, given back when the store is filled
     versions: int = 1  # of each block on disk
+    rolls: bool = False  # one version and a spare: an interrupted step is finished
+    may_roll: bool = False  # if there is no room for two
     is_slowed: bool = False  # a store in RAM that is slowed down as if it were behind a link
     casts: tuple[Cast, ...] = ()
     stepper: Stepper | None = None
@@ -86,8 +89,11 @@ class Case:
     @property
     def disk_bytes(self) -> int:
         """What a store on disk takes, with all versions."""
-        kinds = [(block, kind) for block in self.layout.blocks for kind in block.kinds]
-        return sum(b.nbytes(kind) * (1 if kind == GRADIENT else self.versions) for b, kind in kinds)
+        return sum(make_places(self.layout.blocks, self.versions, rolls=self.rolls).sizes.values())
+
+    def rolling(self) -> "Case":
+        """The same with one version."""
+        return replace(self, versions=1, rolls=True, may_roll=False)
 
     # -- values that cross cuts
 

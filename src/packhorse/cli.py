@@ -36,6 +36,7 @@ from packhorse.report import (
     verification_table,
 )
 from packhorse.search import make_plan
+from packhorse.store import DiskStore
 from packhorse.trainer import Trainer
 from packhorse.units import format_bytes, parse_bytes
 from packhorse.verify import verify as verify_model
@@ -132,6 +133,10 @@ def train(
     rate: Rate = 3e-4,
     clip_norm: Annotated[float | None, typer.Option(help="Clip gradients to this global norm.")] = None,
     durability: Annotated[str, typer.Option(help="What a commit survives: none, process or power.")] = "process",
+    versions: Annotated[
+        int | None,
+        typer.Option(min=1, max=2, help="Of the model on disk: 2, or 1 and a spare. Default: 2 if there is room."),
+    ] = None,
     weights: Annotated[Path | None, typer.Option(help="First weights: a safetensors file or directory.")] = None,
     seed: Annotated[int, typer.Option(help="Of the model's first values, the data and dropout.")] = 0,
     plan: PlanFile = None,
@@ -150,10 +155,9 @@ def train(
         microbatches=microbatches,
         precision=precision,  # type: ignore[arg-type]  # likewise
         memory=memory,
-        store=store,
+        store=store if store is None else DiskStore(store, durability=durability, versions=versions),  # type: ignore[arg-type]  # likewise
         resume=resume,
         clip_norm=clip_norm,
-        durability=durability,  # type: ignore[arg-type]  # likewise
         weights=weights,
         data=batches,
         seed=seed,

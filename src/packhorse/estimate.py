@@ -330,7 +330,8 @@ class _Walk:
 
     def _put(self, key: tuple[str, str, int], nbytes: int) -> None:
         moment = self._take_home(self.now, nbytes)
-        on_disk = self.case.on_disk and self.in_memory + nbytes > self.choices.stash_bytes
+        lasts = key[0] == "gradient" and self.case.rolls and self.case.update == "eager"
+        on_disk = self.case.on_disk and (lasts or self.in_memory + nbytes > self.choices.stash_bytes)
         self.stash[key] = (nbytes, on_disk)
         if on_disk:
             self._add("disk", "stash", nbytes)
@@ -408,7 +409,8 @@ class _Walk:
             if not self.on_cpu:
                 self._later(start, "device", "gradients", own)
                 self._add("host", "gradients", own)
-            heapq.heappush(self.jobs, (s, len(self.pending), block.name, block, own, start))
+            order = -s if self.case.rolls and self.case.update == "eager" else s
+            heapq.heappush(self.jobs, (order, len(self.pending), block.name, block, own, start))
             self._advance()
             self._make_room()
 
@@ -465,6 +467,9 @@ class _Walk:
                 self._advance()
             else:
                 self._step()
+
+    def _intent(self, *_: None) -> None:
+        """The batch is small beside the model."""
 
     def _commit(self, *_: None) -> None:
         """The end of the walk waits for what is pending."""

@@ -30,8 +30,9 @@ from packhorse.running import Running
 from packhorse.schedule import Action, show
 from packhorse.state import ModelState
 from packhorse.store import Block, Stash
-from packhorse.store.lane import URGENT, Lane, gather, pass_on
-from packhorse.update import Updater
+from packhorse.store.encode import encode
+from packhorse.store.lane import ORDINARY, URGENT, Lane, gather, pass_on
+from packhorse.update import Boundary, Updater
 
 COMMIT = "commit"  # beside the names of blocks
 
@@ -124,6 +125,8 @@ class Task:
     scale: Tensor | None = None  # of the gradients, before an update
     norm: float | None = None
     overflowed: bool = False
+    intent: Mapping[str, Any] = field(default_factory=dict)  # with one version: what finishing the step would take
+    batch: Sequence[Tensor] = ()  # likewise
     times: "array[float]" = field(default_factory=lambda: array("d"))
 
     def records(self) -> list[Record]:
@@ -168,6 +171,7 @@ class Executor:
             "RESTOREG": self._restore_gradients,
             "PARK": self._park,
             "NORM": self._norm,
+            "INTENT": self._intent,
             "UPDATE": self._update,
             "COMMIT": self._commit,
         }
@@ -248,6 +252,7 @@ class Executor:
         self.pending.clear()
         self.in_flight.clear()
         self.updater.forget_parked()
+        self.updater.forget_previous()
         self.stash.clear()
 
     # -- compute
@@ -335,6 +340,9 @@ class Executor:
         gradients = task.gradients[k]
         seeds = {name: self._wait(gradients.pop(name)) for name in segment.outputs if name in gradients}
         seeds |= {name: self._wait(gradients.pop(name)) for name in segment.inputs if name in gradients}
+        for key in [("gradient", name, k) for name in seeds]:
+            if key in self.stash:
+                self.stash.drop(key)
         for name in segment.outputs:
             if name in task.program.results and name not in seeds and outputs[name].requires_grad:
                 seeds[name] = self._seed(task, k, outputs[name])
@@ -385,9 +393,9 @@ class Executor:
             if name in values:
                 self._put((name, k), values.pop(name))
 
-    def _put(self, key: Hashable, tensor: Tensor) -> None:
+    def _put(self, key: Hashable, tensor: Tensor, *, lasting: bool = False) -> None:
         transfer = self.device.download(tensor)
-        self.stash.put(key, transfer.tensor, partial(self.device.wait_on_host, transfer))
+        self.stash.put(key, transfer.tensor, partial(self.device.wait_on_host, transfer), lasting=lasting)
 
     def _restore(self, task: Task, action: Action) -> None:
         segment, k = self._segment(task, action)
@@ -407,7 +415,7 @@ class Executor:
         gradients = task.gradients[k]
         for name in segment.inputs:
             if name in gradients:
-                self._put(("gradient", name, k), gradients.pop(name))
+                self._put(("gradient", name, k), gradients.pop(name), lasting=self._outlasts(task))
 
     def _restore_gradients(self, task: Task, action: Action) -> None:
         segment, k = self._segment(task, action)
@@ -415,7 +423,12 @@ class Executor:
             key = ("gradient", name, k)
             if key in self.stash:
                 task.gradients[k][name] = self._start(self.stash.get(key))
-                self.stash.drop(key)
+                if not self._outlasts(task):  # else it stays, for a resume, until it is used
+                    self.stash.drop(key)
+
+    def _outlasts(self, task: Task) -> bool:
+        """Whether gradients at boundaries must outlast the process."""
+        return self.store.rolls and not task.deferred
 
     # -- gradients, update, commit
 
@@ -443,7 +456,7 @@ class Executor:
                 assert gradient is not None
                 norms = task.norms if task.deferred else None  # of a tied one the last, of all its uses, is what counts
                 job = partial(self.updater.park, gradient, norms, check=not task.deferred)
-                self._submit(block.name, gradient, job, URGENT)
+                self._submit([block.name], [gradient], job, URGENT)
 
     def _norm(self, task: Task, action: Action) -> None:
         """The norm of all gradients, as `clip_grad_norm_` takes it: of each tensor first, in the order of the model."""
@@ -476,29 +489,51 @@ class Executor:
         assert s is not None
         if task.overflowed:
             return
-        for block in self.layout.blocks:
-            if self.layout.home(block) == s:
-                gradient = self._hand_over(task, s, block)
-                job = partial(self.updater.update, block, gradient, task.groups, task.scale)
-                self._submit(block.name, gradient, job, s + 1)
+        blocks = [block for block in self.layout.blocks if self.layout.home(block) == s]
+        for together in [blocks] if self.store.rolls and blocks else [[block] for block in blocks]:
+            members = [(block, self._hand_over(task, s, block)) for block in together]
+            boundary = self._note_boundary(s) if self.store.rolls else None
+            job = partial(self.updater.update, members, task.groups, task.scale, boundary)
+            self._submit([b.name for b in together], [g for _, g in members if g is not None], job, s + 1)
+
+    def _note_boundary(self, s: int) -> Boundary:
+        """What finishing the step takes once this segment is updated."""
+        passed = partial(self.stash.release, self.stash.take_held())
+        return Boundary(s, self.stash.describe_lasting(), self.stash.lasting_writes(), passed)
+
+    def _intent(self, task: Task, action: Action) -> None:
+        """Nothing is updated yet: forward is over, and, deferred, all gradients are parked."""
+        self._check_losses(task)
+        self._await_commit()
+        if task.overflowed:
+            return
+        tensors = {f"buffer:{name}": self._bring_home(buffer) for name, buffer in task.buffers.items()}
+        intent = {**task.intent, "shares": [m.share for m in task.microbatches], "scale": encode(task.scale, "scale")}
+        if task.deferred:
+            intent["parked"] = self.updater.describe_parked()
+        else:
+            tensors |= {f"batch:{i}": tensor.cpu() for i, tensor in enumerate(task.batch)}
+        self.store.begin_step(intent, tensors)
 
     def _submit(
-        self, block: str, gradient: Gradient | None, job: Callable[[], Future[Any] | None], priority: int
+        self, blocks: Sequence[str], gradients: Sequence[Gradient], job: Callable[[], Future[Any] | None], priority: int
     ) -> None:
         """Work for the update thread, the first segment first: it is needed first in the next step.
 
-        As many blocks as planned may wait while another is worked on: more would pile up gradients.
+        With one version all goes in the order of the list. As many updates as planned may wait while another is worked on:
+        more would pile up gradients.
         """
         finished: Future[Any] = Future()
         owner = self.running.segment
+        priority = ORDINARY if self.store.rolls else priority
 
         def work() -> None:
             try:
-                if gradient is not None:
+                for gradient in gradients:
                     gradient.wait()
                 writes = job()
             except BaseException:
-                if gradient is not None:
+                for gradient in gradients:
                     gradient.let_go()
                 raise
             self.running.tidy_after(owner)
@@ -509,7 +544,7 @@ class Executor:
                 finished.set_exception(worked.exception())
 
         self.worker.submit(work, priority=priority).add_done_callback(failed)
-        self.pending[block] = finished
+        self.pending.update(dict.fromkeys(blocks, finished))
         self.in_flight.add(finished)
         while len(self.in_flight) > self.updates_ahead:
             done, self.in_flight = wait(self.in_flight, return_when=FIRST_COMPLETED)

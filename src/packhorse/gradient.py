@@ -89,8 +89,8 @@ class Gradient:
             if not torch.isfinite(flat.sum()) and not torch.isfinite(flat).all():
                 raise NumericsError(
                     f"the gradient of {name} (segment {self.segment}) is not finite; it was not used, but segments after it "
-                    "were updated (a store on disk takes that back; with update='deferred' none would have been): lower the "
-                    "learning rate, clip, or look at the batch"
+                    "were updated (a store on disk with two versions takes that back; with update='deferred' none would have "
+                    "been): lower the learning rate, clip, or look at the batch"
                 )
         self._is_finite = True
 

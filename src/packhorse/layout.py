@@ -48,9 +48,7 @@ class Layout:
 
     def home(self, block: Block) -> int | None:
         """The segment after whose backward a block is updated, the last that reads it; None if it never is."""
-        if not self.states.get(block.name):
-            return None
-        return next((s for s in self.users[block.name] if s in self.differentiable), None)
+        return block.users[0] if block.users else None
 
     def parks(self) -> frozenset[int]:
         """The segments whose gradient of a block waits for that of an earlier one."""
@@ -61,6 +59,7 @@ class Layout:
 def make_layout(model: nn.Module, partition: Partition, stepper: Stepper, *, on_disk: bool, deferred: bool) -> Layout:
     graph = partition.graph
     users = _find_users(partition)
+    differentiable = frozenset(s.index for s in partition.segments if s.is_differentiable)
     tensors: dict[str, Tensor] = dict([*model.named_parameters(), *model.named_buffers()])
     groups: dict[Any, list[str]] = {}
     for name in graph.parameters:
@@ -86,8 +85,8 @@ def make_layout(model: nn.Module, partition: Partition, stepper: Stepper, *, on_
             if on_disk and (deferred or len(block_users[name]) > 1):
                 kept[GRADIENT] = kept[MASTER]
         whole = updated and not all(stepper.is_tileable(n) for n in names)
-        blocks.append(make_block(name, [(n, tensors[n]) for n in names], kept, working, whole))
-    differentiable = frozenset(s.index for s in partition.segments if s.is_differentiable)
+        adding = tuple(s for s in block_users[name] if updated and s in differentiable)
+        blocks.append(make_block(name, [(n, tensors[n]) for n in names], kept, working, whole, adding))
     return Layout(tuple(blocks), block_users, states, differentiable)
 
 

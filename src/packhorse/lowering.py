@@ -181,3 +181,33 @@ def update(
         lowered.append(Action("NORM"))
         lowered += [Action("UPDATE", s) for s in sorted(done)]
     return [*lowered, Action("COMMIT")]
+
+
+def roll_forward(actions: Sequence[Action]) -> list[Action]:
+    """For a store with one version: a step that has updated something can be finished, should it be interrupted.
+
+    Before the first update what that takes is written down; and a segment is updated when the gradients at its boundary,
+    which could not be made again afterwards, have been stashed.
+    """
+    stashed = {a.segment: i for i, a in enumerate(actions) if a.kind == "STASHG"}
+    moved = {
+        a: stashed[a.segment] for i, a in enumerate(actions) if a.kind == "UPDATE" and stashed.get(a.segment, -1) > i
+    }
+    behind = {i: update for update, i in moved.items()}
+    lowered: list[Action] = []
+    for i, action in enumerate(actions):
+        lowered += [] if action in moved else [action]
+        lowered += [behind[i]] if i in behind else []
+    first = next((i for i, a in enumerate(lowered) if a.kind == "UPDATE"), len(lowered) - 1)
+    return [*lowered[:first], Action("INTENT"), *lowered[first:]]
+
+
+def finish(actions: Sequence[Action], updated: Collection[int]) -> list[Action]:
+    """What is left of a step that was interrupted when the segments `updated` had been updated, and the journal said so.
+
+    Updated eagerly, all segments from some one on were: those before it run again, from the batch, and go on with the
+    gradients that were stashed. Deferred, all gradients are parked.
+    """
+    if any(action.kind == "NORM" for action in actions):
+        return [a for a in actions if a.kind in ("UPDATE", "COMMIT") and a.segment not in updated]
+    return [a for a in actions if a.segment is None or a.segment < min(updated)]

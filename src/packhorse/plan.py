@@ -55,6 +55,7 @@ class Plan:
     precision: Precision
     update: str
     on_disk: bool
+    rolls: bool = False  # one version on disk: an interrupted step is finished instead of undone
     kept: frozenset[int] = frozenset()  # segments whose graph is kept from forward to backward
     prefetch_bytes: int = 0
     updates_ahead: int = 1  # blocks whose gradients may wait while another is updated
@@ -81,6 +82,8 @@ class Plan:
         if not resident:
             actions = lowering.stash(lowering.recompute(actions, self.kept))
         actions = lowering.update(actions, num_microbatches, deferred=self.update == "deferred", parks=self.parks)
+        if self.rolls:
+            actions = lowering.roll_forward(actions)
         stays = range(self.num_segments) if resident else self.kept
         actions = lowering.fetch(actions, stays)
         return lowering.prefetch(actions, sizes, self.prefetch_bytes + sum(sizes[s] for s in stays))
@@ -105,7 +108,10 @@ class Plan:
                 lines[f"{tier} memory"] = f"{format_bytes(found.peak[tier])}: {_list(found.kinds[tier], format_bytes)}"
         if "disk" in found.peak:
             read, written = (format_bytes(found.moved.get(link, 0)) for link in ("read", "write"))
-            lines["disk"] = f"{format_bytes(found.peak['disk'])} of space; a step reads {read} and writes {written}"
+            kept = ", one version and a spare: a step that is interrupted is finished on resume" if self.rolls else ""
+            lines["disk"] = (
+                f"{format_bytes(found.peak['disk'])} of space{kept}; a step reads {read} and writes {written}"
+            )
         links = [f"{format_bytes(found.moved[k])} {k}" for k in ("up", "down") if k in found.moved]
         if links:
             lines["link"] = f"a step moves {', '.join(links)}"

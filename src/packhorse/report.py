@@ -165,9 +165,12 @@ def store_table(directory: object, described: dict[str, Any]) -> Table:
         "model": f"{described['model']}: {format_count(described['elements'])} elements in {described['tensors']} tensors",
         "optimizer": described["optimizer"],
         "holds": held,
-        "on disk": f"{format_bytes(described['bytes_on_disk'])}: {described['versions']} x {described['blocks']} blocks",
+        "on disk": f"{format_bytes(described['bytes_on_disk'])}: {described['versions']} x {described['blocks']} blocks"
+        + (" and a spare" if described["rolls_forward"] else ""),
         "in use by": described["in_use_by"] or "nobody",
     }
+    if described["interrupted"]:
+        rows["interrupted"] = f"in step {described['interrupted']['step']}: the run that resumes it finishes that step"
     if not described["closed"]:
         rows["not closed"] = "written with durability='none': it can be resumed only after its run has ended properly"
     for name, text in rows.items():

@@ -24,6 +24,7 @@ KINDS: dict[str, tuple[str, bool, bool]] = {
     "RESTOREG": ("start to bring the gradients it needs back", True, True),
     "PARK": ("its gradients are complete: let them wait in the store", True, False),
     "NORM": ("all gradients are complete: find the global norm", False, False),
+    "INTENT": ("write down what finishing the step takes: from here on it is not undone any more", False, False),
     "UPDATE": ("its gradients are complete: start to update its parameters", True, False),
     "COMMIT": ("the step is done: make it the store's version", False, False),
 }
@@ -106,13 +107,15 @@ def check(
     backward: Collection[int],
     *,
     moves: bool = True,
+    parked: Collection[int] = (),
 ) -> None:
     """Raises a `ScheduleError` that shows the first illegal action in its place and says why it is illegal.
 
     `backward` are the segments that have a gradient to compute (none in evaluation). With `moves` the list must fetch what
-    it runs and restore what it stashed; without, only the order of compute is looked at, as a generator emits it.
+    it runs and restore what it stashed; without, only the order of compute is looked at, as a generator emits it. The
+    gradients of `parked` were parked before the list begins: it finishes a step that was interrupted.
     """
-    state = _State(num_segments, num_microbatches, frozenset(backward), moves)
+    state = _State(num_segments, num_microbatches, frozenset(backward), moves, frozenset(parked))
     for i, action in enumerate(actions):
         reason = state.advance(action)
         if reason:
@@ -125,16 +128,19 @@ def check(
 class _State:
     """What has been done so far. `advance` returns why an action may not come now, or an empty text."""
 
-    def __init__(self, num_segments: int, num_microbatches: int, backward: frozenset[int], moves: bool):
+    def __init__(
+        self, num_segments: int, num_microbatches: int, backward: frozenset[int], moves: bool, before: frozenset[int]
+    ):
         self.num_segments, self.num_microbatches = num_segments, num_microbatches
-        self.backward, self.moves = backward, moves
+        self.backward, self.moves, self.before = backward, moves, before
         self.fetched: set[int] = set()
         self.forwards = [0] * num_segments  # microbatches run forward so far
         self.backwards = [0] * num_segments
         self.graphs: set[tuple[int, int]] = set()
         self.away: set[tuple[str, int, int]] = set()  # stashed: values or gradients, segment, microbatch
         self.restored: set[tuple[str, int, int]] = set()
-        self.parked: set[int] = set()
+        self.parked = set(before)
+        self.normed = self.intended = False
         self.updated: set[int] = set()
         self.committed = False
 
@@ -160,10 +166,10 @@ class _State:
             return of_microbatch[kind](s, k)
         if s is not None:
             return of_segment[kind](s)
-        return self._norm() if kind == "NORM" else self._commit()
+        return {"NORM": self._norm, "INTENT": self._intent, "COMMIT": self._commit}[kind]()
 
     def finish(self) -> str:
-        for s in range(self.num_segments):
+        for s in set(range(self.num_segments)) - self.before:
             if self.forwards[s] < self.num_microbatches:
                 return f"segment {s} ran forward on {self.forwards[s]} of {self.num_microbatches} microbatches"
             if s in self.backward and self.backwards[s] < self.num_microbatches:
@@ -268,6 +274,8 @@ class _State:
     def _complete(self, s: int) -> str:
         if s not in self.backward:
             return f"segment {s} has no gradient"
+        if s in self.before:
+            return ""
         done = self.backwards[s]
         return (
             "" if done == self.num_microbatches else f"its gradient is complete over {done} of {self.num_microbatches}"
@@ -278,14 +286,29 @@ class _State:
         return self._complete(s)
 
     def _norm(self) -> str:
+        self.normed = True
         waiting = [s for s in sorted(self.backward) if s not in self.parked]
         return f"the gradients of segment {waiting[0]} are not parked" if waiting else ""
+
+    def _intent(self) -> str:
+        self.intended = True
+        return f"segment {min(self.updated)} is already updated" if self.updated else ""
 
     def _update(self, s: int) -> str:
         if s in self.updated:
             return "it is already updated"
         self.updated.add(s)
-        return self._complete(s)
+        return self._complete(s) or (self._can_be_finished(s) if self.intended and not self.normed else "")
+
+    def _can_be_finished(self, s: int) -> str:
+        """Without the parameters that an update replaces: what is left to do must not need them."""
+        later = [t for t in self.backward if t > s and t not in self.updated]
+        if later:
+            return f"segment {max(later)} is not updated, and could not be once this one is"
+        here = [k for k in range(self.num_microbatches) if ("gradients", s, k) not in self.away]
+        if here and s > min(self.backward):
+            return f"the gradients that {s}B{here[0]} made are not stashed, and could not be made again"
+        return ""
 
     def _commit(self) -> str:
         self.committed = True

@@ -119,6 +119,10 @@ def _choose(
         case = replace(case_of(part), rehearsed=rehearsed)
         search = _Search(case, wish, machine, _find_limits(case, memory, machine), _has_budget(memory))
         found = search.run()
+        if found is None and case.may_roll and any(search.lacks_disk(plan) for plan in search.refused):
+            case = case.rolling()
+            search = replace(search, case=case, refused=[])
+            found = search.run()
         if found is not None:
             plain, count = search.estimate_plain()
             fits = _excess(plain, search.limits) <= 0
@@ -189,6 +193,9 @@ class _Search:
                 best = plan
         return best
 
+    def lacks_disk(self, plan: Plan) -> bool:
+        return _scarcest(plan.estimate, self.limits) == "disk"
+
     def find_least(self) -> Plan:
         """Of those that do not fit the one that comes closest: with as many microbatches as may be."""
         most = max(plan.microbatches for plan in self.refused)
@@ -197,6 +204,11 @@ class _Search:
 
     def _candidates(self) -> Iterator[Plan]:
         case, wish = self.case, self.wish
+        if case.rolls and case.update == "eager" and wish.strategy == "resident":
+            raise PackhorseError(
+                "strategy='resident' with one version on disk could not finish an interrupted step, since gradients of all "
+                "segments are summed before the first update; use strategy='relay', or update='deferred'"
+            )
         wanted = [min(wish.microbatches, case.batch_rows)] if wish.microbatches else _halvings(case.batch_rows)
         counts = dict.fromkeys(count_microbatches(case.partition.graph, case.batch_rows, n)[0] for n in wanted)
         both = ("relay",) if case.on_disk else ("resident", "relay")
@@ -222,6 +234,7 @@ class _Search:
             case.precision,
             case.update,
             case.on_disk,
+            case.rolls,
             parks=case.layout.parks(),
             casts=case.casts,
             state_bytes=case.state_bytes,
@@ -327,6 +340,9 @@ class _Search:
                 if all_kept
                 else f"graphs of {len(plan.kept)} segments are kept, the others computed again: there is room for no more"
             )
+        if case.rolls:
+            two = replace(case, versions=2, rolls=False).disk_bytes
+            reasons.append(f"the disk keeps one version and a spare; two versions would take {format_bytes(two)}")
         if case.partition.graph.opaque:
             reasons.append(
                 "blocks that could not be traced run as they are: what they take inside is not known, only more"
@@ -406,6 +422,8 @@ def _refuse(
         found = _first_that_fits(replace(case, on_disk=True), replace(wish, strategy="relay"), machine, limits)
         if found is not None:
             changes.append("give store=DIRECTORY to keep the model on disk")
+    if not changes and tier == "disk":
+        changes.append("make room there, or take a lighter optimizer")
     if not changes:
         changes.append("give it more memory" if memory.limit(tier) is not None else "take a larger machine")
     return (
@@ -462,6 +480,7 @@ def make_plan(
             on_disk,
             resident_bytes() if machine.is_here else TYPICAL,
             versions=1 if durability == "none" else 2,
+            may_roll=durability != "none",
             stepper=stepper,
         )
 

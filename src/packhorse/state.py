@@ -19,6 +19,7 @@ from packhorse.graph import Graph
 from packhorse.layout import Layout
 from packhorse.memory import Ledger
 from packhorse.store import MASTER, Block, Slot, Store
+from packhorse.store.encode import decode
 from packhorse.update import Small
 from packhorse.weights import FileTensor
 
@@ -150,6 +151,14 @@ class ModelState:
                 for state in (k.name for k in own.kinds[name] if not k.large):
                     if (name, state) not in own.values:
                         own.values[name, state] = tensors[f"scalars:{state}"][i]
+
+    def take_up(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """What an interrupted step had advanced, as its journal says."""
+        for described in (entry for record in records for entry in record["small"]):
+            for name in described["started"]:
+                self.small[self.layout.places[name][0].name].started.add(name)
+            for name, kind, value in described["values"]:
+                self.small[self.layout.places[name][0].name].values[name, kind] = decode(value)
 
     def read(self, name: str) -> Tensor:
         """A copy of a parameter or buffer, by any of its names, as the last update left it."""

@@ -7,8 +7,9 @@ import atexit
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -24,17 +25,18 @@ from packhorse.execute import Executor, Microbatch, Program, Record, Task
 from packhorse.graph import Graph, Ref, Size, capture
 from packhorse.graph.graph import Mode
 from packhorse.layout import make_layout
+from packhorse.lowering import finish
 from packhorse.machine import Machine
 from packhorse.memory import Heap, Ledger, Memory, Pool, peak_resident_bytes, read_budget, resident_bytes
 from packhorse.optimizer import Stepper, refuse_sparse
 from packhorse.partition import Partition, partition_like
-from packhorse.plan import Measured, Plan, Strategy, read_plan
+from packhorse.plan import Measured, Plan, Strategy, find_fingerprint, read_plan
 from packhorse.precision import LossScale, Precision, check_precision, list_casts
 from packhorse.running import Running
 from packhorse.schedule import check
 from packhorse.search import Wish, choose, count_microbatches
 from packhorse.state import ModelState, StateDict
-from packhorse.store import DiskStore, RamStore, Stash, Store
+from packhorse.store import DiskStore, Journal, RamStore, Stash, Store
 from packhorse.store.disk import Durability, check_durability
 from packhorse.store.encode import decode, encode
 from packhorse.update import Updater
@@ -121,41 +123,60 @@ class Trainer:
         weights: str | Path | None,
         overlap: bool,
     ) -> None:
-        """Captures, cuts, plans, fills the store."""
-        on_disk = self._store.on_disk
-        budget = read_budget(memory, self._device.name)
-        base = resident_bytes()
-
+        """Captures, cuts, plans, fills the store; what a run left unfinished is finished first, the way it was begun."""
+        budget, base = read_budget(memory, self._device.name), resident_bytes()
         graph = self._capture("train", example)
-        given = _own_bytes(self.model)
+        if self._store.holds_run:
+            self._store.claim()
+        versions = self._store.find_versions()
+        place = self._store.path if isinstance(self._store, DiskStore) else None
+        machine = Machine.probe(place, device=self._device.name.partition(":")[0])
+        machine = machine.slowed(self._store.link.bytes_per_second).without_disk()  # the store sees to that itself
+        means = _Means(graph, budget, machine, max(base - _own_bytes(self.model), 0), overlap)
+        journal = self._store.find_unfinished() if resume else None
+        if journal is not None:
+            self._finish(journal, means)
+        if plan is not None:
+            wish = wish.pinned_to(read_plan(plan, graph))
+        self._build(means, wish, versions, resume, weights)
+        self._state.hand_over(self.model)
+        _open.add(self)
+
+    def _build(
+        self, means: "_Means", wish: Wish, versions: int | None, resume: bool, weights: str | Path | None = None
+    ) -> None:
+        """From a graph to all that runs it."""
+        graph, on_disk = means.graph, self._store.on_disk
+        durable = isinstance(self._store, DiskStore) and self._store.durability != "none"
 
         def case_of(part: Partition) -> Case:
-            return Case(
+            case = Case(
                 part,
                 make_layout(self.model, part, self._stepper, on_disk=on_disk, deferred=self.deferred),
                 graph.batch.rows,
                 self.precision,
                 "deferred" if self.deferred else "eager",
                 on_disk,
-                max(base - given, 0),
-                given,
-                self._store.versions,
+                means.base_bytes,
+                _own_bytes(self.model),
+                versions or 2,
+                versions == 1 and durable,
+                versions is None,
                 self._store.link.bytes_per_second is not None,
                 list_casts(self.model, self.precision),
                 self._stepper,
             )
+            is_tight = isinstance(self._store, DiskStore) and not self._store.has_room(case.disk_bytes)
+            return case.rolling() if case.may_roll and is_tight else case
 
-        if plan is not None:
-            wish = wish.pinned_to(read_plan(plan, graph))
-        place = self._store.path if isinstance(self._store, DiskStore) else None
-        machine = Machine.probe(place, device=self._device.name.partition(":")[0])
-        machine = machine.slowed(self._store.link.bytes_per_second).without_disk()  # the store sees to that itself
-        self._case, self.plan = choose(graph, case_of, wish, budget, machine)
+        self._case, self.plan = choose(graph, case_of, wish, means.budget, means.machine)
+        self._store.versions = self._case.versions
         self._partition, self._layout = self._case.partition, self._case.layout
-        self._partitions[id(graph)] = self._partition
+        self._graphs, self._partitions = {("train", 0): graph}, {id(graph): self._partition}
+        self._programs.clear()
 
         planned = self.plan.estimate.peak["host"]
-        heap = Heap(self._ledger, plenty=(budget.limit("host") or 0) > 2 * planned, ceiling=planned)
+        heap = Heap(self._ledger, plenty=(means.budget.limit("host") or 0) > 2 * planned, ceiling=planned)
         self._state = ModelState(graph, self._layout, self._store, self._ledger)
         self._updater = Updater(self._store, self._stepper, self._state.small)
         self._open_store(resume, weights)
@@ -167,11 +188,66 @@ class Trainer:
             stash,
             Running(heap, partial(self._case.working_bytes, rows=self.plan.rows)),
             seed=self.seed,
-            overlap=overlap,
+            overlap=means.overlap,
             updates_ahead=self.plan.updates_ahead,
         )
-        self._state.hand_over(self.model)
-        _open.add(self)
+
+    def _finish(self, journal: Journal, means: "_Means") -> None:
+        """Finishes a step that was interrupted, with its own batch, cuts and microbatches; nothing of that stays."""
+        intent, records, tensors = journal.intent, list(journal.records), journal.read_tensors()
+        assert intent is not None
+        if intent["fingerprint"] != find_fingerprint(means.graph):
+            raise StoreError(
+                f"step {intent['facts']['step'] + 1} was interrupted and has to be finished first, but it was begun with "
+                "another model, precision, or rows of the example; resume once with those"
+            )
+        deferred, self.deferred = self.deferred, intent["deferred"]
+        wish = Wish("relay", intent["microbatches"], cuts=tuple(intent["cuts"]))
+        self._build(means, wish, 1, resume=True)
+        try:
+            self._state.take_up(records)
+            self._load_facts(intent["facts"])
+            self._updater.take_up(records[-1]["parked"], self._layout.blocks, self._device)
+            self._executor.stash.adopt(records[-1]["gradients"])
+            task = self._rest_of_step(intent, tensors, {record["segment"] for record in records})
+            with self._undone_if_it_fails():
+                self._executor.run(task)
+                self._state.buffers.update(
+                    {name.removeprefix("buffer:"): t for name, t in tensors.items() if name.startswith("buffer:")}
+                )
+                self._end_step(task, intent["facts"]["data"])
+            self._settle()
+            logger.info("step %d, which was interrupted, is finished", self.steps)
+        finally:
+            self.deferred = deferred
+            self._executor.close()
+            self._executor.stash.close()
+
+    def _rest_of_step(self, intent: Mapping[str, Any], tensors: Mapping[str, Tensor], updated: set[int]) -> Task:
+        """What is left to do, as the same list without what is done."""
+        graph, num_microbatches = self._partition.graph, len(intent["shares"])
+        actions = finish(self.plan.actions(num_microbatches, self._case.weights), updated)
+        backward = self.plan.backward
+        microbatches: list[Microbatch] = []
+        if self.deferred:
+            everything = range(self.plan.num_segments)
+            check(actions, len(everything), num_microbatches, backward - updated, parked=everything)
+        else:
+            first = min(updated)
+            check(actions, first, num_microbatches, backward & set(range(first)))
+            batch = graph.batch.unflatten([tensors[f"batch:{i}"] for i in range(len(graph.batch.leaves))])
+            graph = self._find_graph("train", batch)
+            microbatches = self._split(graph, batch, intent["rows"], intent["shares"])
+        task = Task(
+            Program(self._partitions[id(graph)], actions),
+            microbatches,
+            self.steps,
+            training=True,
+            deferred=self.deferred,
+            groups=self._stepper.read_groups(),
+        )
+        task.scale = decode(intent["scale"])
+        return task
 
     # -- the loop's verbs
 
@@ -186,25 +262,41 @@ class Trainer:
         task.groups, task.clip_norm = groups, self.clip_norm
         task.deferred = self.deferred
         task.loss_scale = self.scaler.scale if self.scaler else 1.0
+        if self._store.rolls:
+            task.intent, task.batch = self._intent(task, position), task.program.partition.graph.batch.flatten(batch)
         with self._undone_if_it_fails():
             self._executor.run(task)
-            if not self._store.on_disk:  # there is nothing to wait for but compute, and the user may see the parameters
-                self._executor.drain()
-            if task.overflowed:
-                self._updater.forget_parked()
-            if self.scaler:
-                self.scaler.update(task.overflowed)
             self.last = task
-            self.steps += 1
-            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # LR schedulers ask, to warn about their order
-            if self.scheduler is not None and not task.overflowed:
-                self.scheduler.step()
-            self._commit(position)
+            self._end_step(task, position)
         loss, is_first = _mean_loss(task), self._seconds == 0.0
         self._seconds = time.perf_counter() - started
         if is_first:
             logger.info("planned and measured: %s", self.compare())
         return loss
+
+    def _end_step(self, task: Task, position: Any) -> None:
+        if not self._store.on_disk:  # there is nothing to wait for but compute, and the user may see the parameters
+            self._executor.drain()
+        if task.overflowed:
+            self._updater.forget_parked()
+        if self.scaler:
+            self.scaler.update(task.overflowed)
+        self.steps += 1
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # LR schedulers ask, to warn about their order
+        if self.scheduler is not None and not task.overflowed:
+            self.scheduler.step()
+        self._commit(position)
+
+    def _intent(self, task: Task, position: Any) -> dict[str, Any]:
+        """What finishing this step would take to know, should it be interrupted."""
+        return {
+            "facts": self._facts(position),
+            "fingerprint": self.plan.fingerprint,
+            "cuts": list(self.plan.cuts),
+            "microbatches": self.plan.microbatches,
+            "rows": max(microbatch.rows for microbatch in task.microbatches),
+            "deferred": self.deferred,
+        }
 
     @contextmanager
     def _undone_if_it_fails(self) -> Iterator[None]:
@@ -377,16 +469,22 @@ class Trainer:
         graph = self._find_graph(mode, batch)
         part = self._partitions[id(graph)]
         rows = graph.batch.count_rows(batch)
-        pieces = graph.batch.split(batch, self._split_size(graph, rows, training))
-        weights = [float(self.weight(p)) if self.weight else float(graph.batch.count_rows(p)) for p in pieces]
-        total = sum(weights)
-        if not total > 0:
-            raise BatchError(f"the weights of the microbatches are {weights}; their sum must be above 0")
-        microbatches = [
-            Microbatch(graph.inputs(piece), graph.batch.count_rows(piece), weight / total, k)
-            for k, (piece, weight) in enumerate(zip(pieces, weights, strict=True))
+        microbatches = self._split(graph, batch, self._split_size(graph, rows, training))
+        return Task(self._program(graph, part, len(microbatches), training), microbatches, self.steps, training)
+
+    def _split(self, graph: Graph, batch: Any, size: int, shares: Sequence[float] | None = None) -> list[Microbatch]:
+        """Microbatches of `size` rows, with their shares in the loss."""
+        pieces = graph.batch.split(batch, size)
+        if shares is None:
+            weights = [float(self.weight(p)) if self.weight else float(graph.batch.count_rows(p)) for p in pieces]
+            total = sum(weights)
+            if not total > 0:
+                raise BatchError(f"the weights of the microbatches are {weights}; their sum must be above 0")
+            shares = [weight / total for weight in weights]
+        return [
+            Microbatch(graph.inputs(piece), graph.batch.count_rows(piece), share, k)
+            for k, (piece, share) in enumerate(zip(pieces, shares, strict=True))
         ]
-        return Task(self._program(graph, part, len(pieces), training), microbatches, self.steps, training)
 
     def _split_size(self, graph: Graph, rows: int, training: bool) -> int:
         """Rows of a microbatch: as many microbatches as planned, or, to predict, pieces of the planned size."""
@@ -479,6 +577,17 @@ class Trainer:
             )
         if self._closed:
             raise PackhorseError("the trainer is closed; make a new one (with resume=True to continue from its store)")
+
+
+@dataclass(frozen=True)
+class _Means:
+    """What a plan is made with, whatever is wished."""
+
+    graph: Graph
+    budget: Memory
+    machine: Machine
+    base_bytes: int  # of the process before, without the model's own tensors
+    overlap: bool
 
 
 class _Values(dict[str, Any]):

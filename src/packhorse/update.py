@@ -7,17 +7,20 @@ few pieces.
 
 import contextlib
 from collections import deque
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from packhorse.device import Device
 from packhorse.gradient import Gradient
 from packhorse.optimizer import TILE, Group, Piece, StateKind, Stepper
 from packhorse.store import GRADIENT, MASTER, Block, Loan, Slot, Store, blocks
+from packhorse.store.encode import encode
 from packhorse.store.lane import gather
 from packhorse.threads import using_threads
 
@@ -36,6 +39,21 @@ class Small:
     def large(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(k.name for kinds in self.kinds.values() for k in kinds if k.large))
 
+    def describe(self) -> dict[str, Any]:
+        """For a journal."""
+        values = [[name, kind, encode(value, kind)] for (name, kind), value in self.values.items()]
+        return {"started": sorted(self.started), "values": values}
+
+
+@dataclass
+class Boundary:
+    """With one version of the model: what finishing a step takes once a segment is updated."""
+
+    segment: int
+    gradients: list[Any]  # of values between this segment and those before it, as the stash describes them
+    writes: "list[Future[Any]]"  # of those
+    passed: Callable[[], None]  # when what the segment before took is of no use any more
+
 
 class Updater:
     """Steps blocks. Everything here runs in one thread, one block after another."""
@@ -43,6 +61,7 @@ class Updater:
     def __init__(self, store: Store, stepper: Stepper, small: Mapping[str, Small]):
         self.store, self.stepper, self.small = store, stepper, dict(small)
         self.parked: dict[str, Gradient] = {}
+        self._previous: Future[Any] | None = None  # with one version: what is updated must be published before the next
         self.num_threads = torch.get_num_threads()  # what sums are made with whose order must be plain's
 
     # -- gradients that wait
@@ -61,6 +80,7 @@ class Updater:
                         norms[slot.name] = torch.linalg.vector_norm(slot.shape_of(gradient.tensors[slot.name]))
         if GRADIENT in block.kinds:
             self._write(gradient)
+            self.store.publish_gradient(block)
             gradient.let_go()
         self.parked[block.name] = gradient
 
@@ -104,6 +124,19 @@ class Updater:
             gradient.let_go()
         self.parked.clear()
 
+    def describe_parked(self) -> dict[str, Any]:
+        """What finishing the step takes to know of the gradients that wait in the store."""
+        return {
+            name: {"present": sorted(gradient.present), **self.store.describe_gradient(gradient.block)}
+            for name, gradient in self.parked.items()
+        }
+
+    def take_up(self, parked: Mapping[str, Any], blocks: Iterable[Block], device: Device) -> None:
+        """Gradients wait that a process before this one parked."""
+        for block in blocks:
+            if block.name in parked:
+                self.parked[block.name] = Gradient(block, -1, device, present=set(parked[block.name]["present"]))
+
     def _waiting_part(self, parked: Gradient | None, start: int, stop: int) -> Loan | None:
         """A part of a gradient that waits in the store, if that is where it waits."""
         if parked is None or GRADIENT not in parked.block.kinds:
@@ -113,19 +146,65 @@ class Updater:
     # -- the update itself
 
     def update(
-        self, block: Block, gradient: Gradient | None, groups: Sequence[Group], scale: Tensor | None
+        self,
+        members: Sequence[tuple[Block, Gradient | None]],
+        groups: Sequence[Group],
+        scale: Tensor | None,
+        boundary: Boundary | None,
     ) -> "Future[Any] | None":
-        """Steps a block with its gradient and what of it waits in the store; `scale` multiplies the gradient first.
+        """Steps blocks with their gradients and what of them waits in the store; `scale` multiplies the gradients first.
 
-        What is returned is done when all is written: the next block is read meanwhile.
+        What is returned is done when all is written: the next block is read meanwhile. With a `boundary` the journal tells
+        of it then, and the next blocks take the place of these.
         """
+        if self._previous is not None:
+            self._previous.result()
+        writes: list[Future[Any]] = []
+        stepped = []
+        try:
+            for block, gradient in members:
+                if self._step_block(block, gradient, groups, scale, writes):
+                    stepped.append(block)
+        except BaseException:
+            wait(writes)  # before anything else is written in their place
+            raise
+        if boundary is None:
+            if not stepped:
+                return None  # no tensor of the blocks has a gradient
+            return gather(writes, partial(self.store.publish_together, stepped, {}))
+        record = {
+            "segment": boundary.segment,
+            "gradients": boundary.gradients,
+            "parked": self.describe_parked(),
+            "small": [self.small[block.name].describe() for block in stepped],
+        }
+
+        def publish() -> None:
+            self.store.publish_together(stepped, record)
+            boundary.passed()
+
+        self._previous = gather([*writes, *boundary.writes], publish)
+        return self._previous
+
+    def forget_previous(self) -> None:
+        """After a failure, which has been told."""
+        self._previous = None
+
+    def _step_block(
+        self,
+        block: Block,
+        gradient: Gradient | None,
+        groups: Sequence[Group],
+        scale: Tensor | None,
+        writes: "list[Future[Any]]",
+    ) -> bool:
+        """False if it has no gradient."""
         parked = self.parked.pop(block.name, None)
         if gradient is None and parked is None:
-            return None  # no tensor of the block has a gradient
+            return False
         if gradient is not None and scale is None:
             gradient.refuse_non_finite()
         present = (gradient.present if gradient else set()) | (parked.present if parked else set())
-        writes: list[Future[Any]] = []
         advanced: dict[tuple[str, str], Tensor] = {}
         try:
             with contextlib.closing(self._read_ahead(block, parked)) as parts:
@@ -142,7 +221,6 @@ class Updater:
         except BaseException:
             if parked is not None:
                 parked.let_go()
-            wait(writes)  # before anything else is written in their place
             raise
         small = self.small[block.name]
         small.values.update(advanced)
@@ -150,7 +228,7 @@ class Updater:
         for held in (gradient, parked):
             if held is not None:
                 held.let_go()
-        return gather(writes, lambda: self.store.publish(block))
+        return True
 
     def _step_part(
         self,

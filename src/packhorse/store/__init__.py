@@ -2,6 +2,7 @@
 
 from packhorse.store.blocks import GRADIENT, MASTER, Block, Slot, make_block
 from packhorse.store.disk import DiskStore
+from packhorse.store.journal import Journal
 from packhorse.store.ram import RamStore
 from packhorse.store.stash import Stash
 from packhorse.store.store import Loan, Store
@@ -11,6 +12,7 @@ __all__ = [
     "MASTER",
     "Block",
     "DiskStore",
+    "Journal",
     "Loan",
     "RamStore",
     "Slot",

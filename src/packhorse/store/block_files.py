@@ -1,7 +1,7 @@
-"""Block files: one file a kind, with the blocks of a model one after another, each in one or two numbered slots.
+"""Block files: one file a kind, with the blocks of a model.
 
-In: a layout of blocks, and which slot of each is current. Out: units of elements read, checked and written. Writes go to the
-slot that is not current; `publish` makes it so. From the moment a unit is written its checksum says what it must contain.
+In: blocks, and where in the files they lie (`places`). Out: units of elements read, checked and written. Writes go to another
+place than the one reads see, until `publish`. From the moment a unit is written its checksum says what it must contain.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,12 +15,13 @@ from packhorse.errors import StoreError
 from packhorse.memory import map_bytes
 from packhorse.store.blocks import GRADIENT, MASTER, UNIT, Block, Slot
 from packhorse.store.files import File, FileSystem, digest
+from packhorse.store.places import Runs, Spares, make_places
 
 Sums = list[int | None]  # of a block's units, in order; None: never written
 
 
 class BlockFiles:
-    """`versions` is 2, or 1 to overwrite in place; without `checked` nothing is compared."""
+    """`versions` is 2, or 1 to overwrite in place; `rolls`: 1 and a spare. Without `checked` nothing is compared."""
 
     def __init__(
         self,
@@ -29,68 +30,51 @@ class BlockFiles:
         blocks: Sequence[Block],
         versions: int,
         *,
+        rolls: bool,
         create: bool,
         checked: bool,
         allocate: bool = True,
     ):
         self.system, self.path, self.versions, self.checked = system, path, versions, checked
         self.blocks = {block.name: block for block in blocks}
-        self.current = dict.fromkeys(self.blocks, 0)
         self.sums: dict[tuple[str, str], Sums] = {
             (block.name, kind): [None] * len(block.units) for block in blocks for kind in block.kinds
         }
         self._written = {key: list(sums) for key, sums in self.sums.items()}
-        self._offsets: dict[tuple[str, str], tuple[int, ...]] = {}  # (block, kind) -> where its slots begin
-        self.sizes: dict[str, int] = {}
-        self._lay_out()
+        self.places = make_places(blocks, versions, rolls=rolls)
+        self.sizes = self.places.sizes
         self.files: dict[str, File] = {}
         for kind, nbytes in self.sizes.items():
             create_this = create or kind == GRADIENT
             self.files[kind] = File(system, path / f"{kind}.bin", nbytes, create=create_this, allocate=allocate)
 
-    def _lay_out(self) -> None:
-        for block in self.blocks.values():
-            for kind in block.kinds:
-                start, size = self.sizes.get(kind, 0), block.nbytes(kind)
-                self._offsets[block.name, kind] = tuple(start + i * size for i in range(self.num_slots(kind)))
-                self.sizes[kind] = start + self.num_slots(kind) * size
-
-    def num_slots(self, kind: str) -> int:
-        """Gradients live within a step and need no versions."""
-        return 1 if kind == GRADIENT else self.versions
-
-    def slot(self, block: Block, kind: str, *, write: bool) -> int:
-        """The number of the slot that is read, or written."""
-        if self.num_slots(kind) == 1:
-            return 0
-        return (self.current[block.name] + write) % self.versions
-
-    def offset(self, block: Block, kind: str, slot: int) -> int:
-        return self._offsets[block.name, kind][slot]
-
     # -- units
 
-    def read(self, block: Block, kind: str, unit: int, target: Tensor, slot: int, expected: int | None) -> None:
+    def read(self, block: Block, kind: str, unit: int, target: Tensor, runs: Runs, expected: int | None) -> None:
         """A unit's bytes, as `expected` by its checksum."""
-        file, offset, what = self._place(block, kind, unit, slot)
-        file.read(target, offset, what)
+        file, what = self.files[kind], self._name(block, kind, unit)
+        ranges, at = self.places.ranges(block, kind, runs, *block.units[unit]), 0
+        for offset, nbytes in ranges:
+            file.read(target[at : at + nbytes], offset, what)
+            at += nbytes
         if self.checked and expected is not None and digest(_view(target)) != expected:
             raise StoreError(
-                f"{what} at byte {offset} of {file.path} is damaged: what was read is not what was written; bring the "
+                f"{what} at byte {ranges[0][0]} of {file.path} is damaged: what was read is not what was written; bring the "
                 "file back from a copy, or start again"
             )
 
-    def write(self, block: Block, kind: str, unit: int, source: Tensor, slot: int) -> None:
-        file, offset, what = self._place(block, kind, unit, slot)
+    def write(self, block: Block, kind: str, unit: int, source: Tensor, runs: Runs) -> None:
         if self.checked:
             self._written[block.name, kind][unit] = digest(_view(source))
-            if self.num_slots(kind) == 1:
+            if self.places.is_in_place(block, kind):
                 self.sums[block.name, kind][unit] = self._written[block.name, kind][unit]
-        file.write(source, offset, what)
+        at = 0
+        for offset, nbytes in self.places.ranges(block, kind, runs, *block.units[unit]):
+            self.files[kind].write(source[at : at + nbytes], offset, self._name(block, kind, unit))
+            at += nbytes
 
-    def _place(self, block: Block, kind: str, unit: int, slot: int) -> tuple[File, int, str]:
-        offset = self.offset(block, kind, slot) + block.units[unit][0] * block.kinds[kind].itemsize
-        return self.files[kind], offset, f"block {block.name} ({kind}, part {unit + 1} of {len(block.units)})"
+    def _name(self, block: Block, kind: str, unit: int) -> str:
+        return f"block {block.name} ({kind}, part {unit + 1} of {len(block.units)})"
 
     def read_elements(self, name: str, kind: str, start: int, stop: int) -> Tensor:
         """Elements of a tensor, as they lie; at once, through memory of their own. For tools, not for training."""
@@ -100,8 +84,8 @@ class BlockFiles:
             first, last = max(a, slot.start + start), min(b, slot.start + stop)
             if first < last:
                 buffer = map_bytes((b - a) * block.kinds[kind].itemsize)
-                number = self.slot(block, kind, write=False)
-                self.read(block, kind, unit, buffer, number, self.sums[block.name, kind][unit])
+                runs = self.places.runs(block, kind, write=False)
+                self.read(block, kind, unit, buffer, runs, self.sums[block.name, kind][unit])
                 parts.append(buffer.view(block.kinds[kind])[first - a : last - a])
         return torch.cat(parts) if parts else torch.empty(0, dtype=block.kinds[kind])
 
@@ -122,33 +106,52 @@ class BlockFiles:
 
     def publish(self, block: Block) -> None:
         """What has been written since the last time is complete: from now on reads see it."""
-        self.current[block.name] = (self.current[block.name] + 1) % self.versions
+        self.places.publish(block)
         for kind in block.kinds:
-            if self.num_slots(kind) > 1:
+            if kind != GRADIENT:
                 self.sums[block.name, kind] = list(self._written[block.name, kind])
+
+    def publish_gradient(self, block: Block) -> None:
+        self.places.publish_gradient(block)
+        self.sums[block.name, GRADIENT] = list(self._written[block.name, GRADIENT])
 
     def version(self) -> dict[str, Any]:
         """What a manifest says of all blocks."""
-        return {
-            "slots": list(self.current.values()),
-            "sums": {
-                f"{block}:{kind}": [None if s is None else f"{s:016x}" for s in sums]
-                for (block, kind), sums in self.sums.items()
-                if kind != GRADIENT
-            },
-        }
+        sums = {f"{block}:{kind}": _show(sums) for (block, kind), sums in self.sums.items() if kind != GRADIENT}
+        return {"slots": self.places.describe(), "sums": sums}
 
     def restore(self, version: Mapping[str, Any]) -> None:
         """Reads see that version again."""
-        self.current = dict(zip(self.blocks, version["slots"], strict=True))
+        self.places.restore(version["slots"])
         for (block, kind), sums in self.sums.items():
             if kind != GRADIENT:
-                found = version["sums"].get(f"{block}:{kind}", [None] * len(sums))
-                self.sums[block, kind] = [None if s is None else int(s, 16) for s in found]
+                self.sums[block, kind] = _read_sums(version["sums"].get(f"{block}:{kind}", [None] * len(sums)))
 
-    def sync(self) -> None:
+    # -- what a journal says of single blocks
+
+    def describe_written(self, block: Block) -> dict[str, Any]:
+        """Where what has been written since the last publish lies, and what it contains."""
+        kinds = [kind for kind in block.kinds if kind != GRADIENT]
+        sums = {kind: _show(self._written[block.name, kind]) for kind in kinds}
+        return {"runs": self.places.runs(block, MASTER, write=True), "sums": sums}
+
+    def adopt(self, block: Block, described: Mapping[str, Any]) -> None:
+        """Reads see what `describe_written` told of."""
+        assert isinstance(self.places, Spares)
+        self.places.adopt(block, described["runs"])
+        for kind, sums in described["sums"].items():
+            self.sums[block.name, kind] = _read_sums(sums)
+
+    def describe_gradient(self, block: Block) -> dict[str, Any]:
+        return {"slot": self.places.gradient_slots[block.name], "sums": _show(self.sums[block.name, GRADIENT])}
+
+    def adopt_gradient(self, block: Block, described: Mapping[str, Any]) -> None:
+        self.places.gradient_slots[block.name] = int(described["slot"])
+        self.sums[block.name, GRADIENT] = _read_sums(described["sums"])
+
+    def sync(self, *, gradients: bool = False) -> None:
         for kind, file in self.files.items():
-            if kind != GRADIENT:
+            if kind != GRADIENT or gradients:
                 file.sync()
 
     def close(self) -> None:
@@ -159,6 +162,14 @@ class BlockFiles:
 
 def _view(piece: Tensor) -> memoryview:
     return memoryview(piece.numpy())  # type: ignore[arg-type]  # numpy's stubs hide that arrays are buffers
+
+
+def _show(sums: Sums) -> list[str | None]:
+    return [None if s is None else f"{s:016x}" for s in sums]
+
+
+def _read_sums(shown: Sequence[str | None]) -> Sums:
+    return [None if s is None else int(s, 16) for s in shown]
 
 
 # -- descriptions
@@ -172,6 +183,7 @@ def describe_blocks(blocks: Sequence[Block]) -> list[Any]:
             "kinds": {k: str(dtype).removeprefix("torch.") for k, dtype in block.kinds.items() if k != GRADIENT},
             "slots": [[slot.name, list(slot.shape), list(slot.stride), slot.start] for slot in block.slots],
             "whole": block.whole,
+            "users": list(block.users),
         }
         for block in blocks
     ]
@@ -185,5 +197,7 @@ def rebuild_blocks(described: Sequence[Mapping[str, Any]]) -> list[Block]:
             Slot(name, tuple(shape), tuple(stride), start, torch.Size(shape).numel())
             for name, shape, stride, start in entry["slots"]
         )
-        blocks.append(Block(entry["name"], slots, kinds, kinds["master"], entry["whole"]))
+        blocks.append(
+            Block(entry["name"], slots, kinds, kinds["master"], entry["whole"], tuple(entry.get("users", ())))
+        )
     return blocks

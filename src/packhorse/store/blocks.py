@@ -56,6 +56,7 @@ class Block:
     kinds: Mapping[str, torch.dtype]
     working: torch.dtype  # what segments run with: masters are cast to it as they are fetched
     whole: bool = False  # its tensors cannot be updated in parts
+    users: tuple[int, ...] = ()  # segments that add to its gradient; it is updated after the first; none: never
 
     @cached_property
     def numel(self) -> int:
@@ -107,6 +108,7 @@ def make_block(
     kinds: Mapping[str, torch.dtype],
     working: torch.dtype | None = None,
     whole: bool = False,
+    users: tuple[int, ...] = (),
 ) -> Block:
     """Lays tensors out one after another. Those that lie dense keep their strides, others become contiguous."""
     slots: list[Slot] = []
@@ -116,7 +118,7 @@ def make_block(
         stride = tensor.stride() if _is_dense(tensor) else torch.empty(shape, device="meta").stride()
         slots.append(Slot(tensor_name, shape, tuple(stride), start, tensor.numel()))
         start = align(slots[-1].stop)
-    return Block(name, tuple(slots), dict(kinds), working or kinds[MASTER], whole)
+    return Block(name, tuple(slots), dict(kinds), working or kinds[MASTER], whole, users)
 
 
 def _is_dense(tensor: Tensor) -> bool:

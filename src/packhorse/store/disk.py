@@ -3,12 +3,14 @@
 manifest.json         the last committed step: which slot of each block is current, checksums, the run's own facts
 small-N.safetensors   what is too small for blocks: written buffers, scalar optimizer states
 blocks-N/header.json  what is stored: model, optimizer, tensors, blocks; written once
-blocks-N/KIND.bin     the blocks, in two slots each; `gradient.bin` lives within a step
+blocks-N/KIND.bin     the blocks, in two slots each, or with one spare for all; `gradient.bin` lives within a step
 stash.bin             boundary values of the step that runs; of no use afterwards
+step.journal          with one spare: what of the step that runs is done, and what finishing it takes (step.bin)
 lock                  who uses the store
 
-An update never touches the slots that the manifest names. A commit writes the small tensors beside those of the last one, and
-then replaces the manifest, in one atomic step.
+With two slots an update never touches those that the manifest names. A commit writes the small tensors beside those of the last
+one, and then replaces the manifest, in one atomic step. With one spare an updated block takes it, and leaves its own place to
+the next, once the journal says so: an interrupted step cannot be undone then, but it can be finished.
 """
 
 import shutil
@@ -25,9 +27,12 @@ from torch import Tensor
 from packhorse.errors import StoreError
 from packhorse.memory import Ledger, Pool
 from packhorse.store.block_files import BlockFiles, describe_blocks, rebuild_blocks
-from packhorse.store.blocks import GRADIENT, MASTER, Block
+from packhorse.store.blocks import GRADIENT, Block
 from packhorse.store.files import File, FileSystem, Lock, digest, replace_small, seal, unseal, write_small
+from packhorse.store.journal import Journal
 from packhorse.store.lane import Lane
+from packhorse.store.places import make_places
+from packhorse.store.relayout import copy_blocks, find_difference
 from packhorse.store.store import Link, Store
 from packhorse.units import format_bytes
 
@@ -47,7 +52,8 @@ class DiskStore(Store):
     """`durability`: what a commit survives: `process` its end, however sudden; `power` that of the machine; `none` nothing.
 
     With `none` blocks are overwritten in place, unchecked, for half the space; such a store can be resumed only after it was
-    closed. `bytes_per_second` slows the store down, on purpose.
+    closed. `versions`: of each block; with 1 and a spare place, a step that was interrupted is not undone but finished by the
+    run that resumes it. None: 2 if the disk holds them, else 1. `bytes_per_second` slows the store down, on purpose.
     """
 
     on_disk = True
@@ -57,12 +63,15 @@ class DiskStore(Store):
         directory: str | Path,
         *,
         durability: Durability = "process",
+        versions: int | None = None,
         bytes_per_second: float | None = None,
         filesystem: FileSystem | None = None,
     ):
         check_durability(durability)
+        _check_versions(versions, durability)
         self.path, self.durability = Path(directory), durability
-        self.versions = 1 if durability == "none" else 2
+        self._asked = versions
+        self.versions = 1 if durability == "none" else versions or 2
         self.link = Link(bytes_per_second)
         self.system = filesystem or FileSystem()
         self.lane = Lane("packhorse-disk", THREADS)
@@ -72,6 +81,10 @@ class DiskStore(Store):
         self._files: BlockFiles | None = None
         self._committed: dict[str, Any] | None = None  # the manifest
         self._unwritten: tuple[Mapping[str, Any], Mapping[str, Tensor]] | None = None  # without durability: a commit
+        self._base = ""  # the checksum of that
+        self.journal = Journal(self.system, self.path, sync=durability == "power")
+        self.step_files: list[File] = []  # others that a step writes, and that finishing it takes
+        self._counted = 0  # bytes, by the ledger
         self._dirty = False  # blocks were written since the last commit
         self._torn = False  # without durability: a step failed after that
 
@@ -87,6 +100,7 @@ class DiskStore(Store):
         if not path.exists():
             return None
         manifest = unseal(path)
+        self._base = f"{digest(path.read_bytes()):016x}"
         if manifest.get("format") != FORMAT:
             raise StoreError(f"{path} has format {manifest.get('format')}, this version of packhorse reads {FORMAT}")
         return manifest
@@ -103,18 +117,45 @@ class DiskStore(Store):
             write_small(self.system, self._small_path(number), b"", sync=self._syncs)
         if self._syncs:
             self.system.sync_directory(self.path)
-        pool.ledger.add("disk", "store", sum(self.files.sizes.values()))
+        self._count()
 
     def _make_files(self, name: str, blocks: Sequence[Block], header: Mapping[str, Any]) -> BlockFiles:
         path = self.path / name
         shutil.rmtree(path, ignore_errors=True)  # left by an attempt that did not come to its first commit
         self.system.make_directory(path)
-        versions = {kind: 1 if kind == GRADIENT else self.versions for block in blocks for kind in block.kinds}
-        self._refuse_if_full(sum(block.nbytes(kind) * versions[kind] for block in blocks for kind in block.kinds))
-        files = BlockFiles(self.system, path, blocks, self.versions, create=True, checked=self.durability != "none")
+        self._refuse_if_full(sum(make_places(blocks, self.versions, rolls=self.rolls).sizes.values()))
+        files = self._block_files(path, blocks, create=True)
         self.header = {**header, "format": FORMAT, "blocks": describe_blocks(blocks), "versions": self.versions}
         replace_small(self.system, path / "header.json", seal(self.header), sync=self._syncs)
         return files
+
+    def _block_files(self, path: Path, blocks: Sequence[Block], *, create: bool) -> BlockFiles:
+        checked = self.durability != "none"
+        return BlockFiles(self.system, path, blocks, self.versions, rolls=self.rolls, create=create, checked=checked)
+
+    @property
+    def holds_run(self) -> bool:
+        return (self.path / "manifest.json").is_file()
+
+    def find_versions(self) -> int | None:
+        """As asked; else those of the run that is stored."""
+        if self._asked is not None or self.durability == "none":
+            return self.versions
+        manifest = self.read_manifest()
+        if manifest is None or not manifest["checked"]:
+            return None
+        return int(unseal(self.path / manifest["blocks"] / "header.json")["versions"])
+
+    def find_unfinished(self) -> Journal | None:
+        manifest = self.read_manifest()
+        return self.journal if manifest is not None and self.journal.read(self._base) else None
+
+    def has_room(self, nbytes: int) -> bool:
+        """For so many bytes more; the directory need not be there yet."""
+        place = self.path
+        while not place.exists():
+            place = place.parent
+        return nbytes <= shutil.disk_usage(place).free
 
     def open_as_it_is(self, pool: Pool) -> dict[str, Any]:
         """Opens whatever run is stored, and returns its manifest."""
@@ -131,79 +172,72 @@ class DiskStore(Store):
         path = self.path / manifest["blocks"]
         self.header = unseal(path / "header.json")
         checked, versions = manifest["checked"], self.header["versions"]
-        blocks = rebuild_blocks(self.header["blocks"])
-        self._files = BlockFiles(self.system, path, blocks, versions, create=False, checked=checked, allocate=False)
+        blocks, rolls = rebuild_blocks(self.header["blocks"]), checked and versions == 1
+        if self._files is not None:
+            self._files.close()
+        self._files = BlockFiles(
+            self.system, path, blocks, versions, rolls=rolls, create=False, checked=checked, allocate=False
+        )
         self._committed = manifest
-        self.files.restore(manifest["version"])
+        self._take_up(manifest, rolls)
         return manifest
+
+    def _take_up(self, manifest: Mapping[str, Any], rolls: bool) -> None:
+        """Reads see the last commit, and what an interrupted step had updated since."""
+        self.files.restore(manifest["version"])
+        if not rolls or not self.journal.read(self._base):
+            return
+        for record in self.journal.records:
+            for name, described in record["blocks"].items():
+                self.files.adopt(self.files.blocks[name], described)
+        for name, described in self.journal.records[-1]["parked"].items():
+            if GRADIENT in self.files.blocks[name].kinds:
+                self.files.adopt_gradient(self.files.blocks[name], described)
 
     def open(self, blocks: Sequence[Block], pool: Pool, header: Mapping[str, Any]) -> None:
         """Continues the run that is stored. Where the model is now cut into other blocks, it is laid out anew."""
         manifest = self.open_as_it_is(pool)
-        difference = _difference(self.header, header)
+        difference = find_difference(self.header, header)
         if difference:
             raise StoreError(f"{self.path} belongs to another model or optimizer: {difference}")
         same = self.header["blocks"] == describe_blocks(blocks) and self.header["versions"] == self.versions
-        if same and manifest["checked"] == (self.versions == 2):
+        if same and manifest["checked"] == (self.durability != "none"):
             path = self.files.path
             self.files.close()
-            self._files = BlockFiles(
-                self.system, path, blocks, self.versions, create=False, checked=self.durability != "none"
+            self._files = self._block_files(path, blocks, create=False)
+            if self._syncs:  # a file of gradients may be new
+                self.system.sync_directory(path)
+            self._take_up(manifest, self.rolls)
+        elif self.journal.intent is not None:
+            raise StoreError(
+                f"a step of the run in {self.path} was interrupted and has to be finished as it was begun, but the model is "
+                "now cut or trained otherwise; resume once with the options of that run"
             )
-            self.files.restore(manifest["version"])
         else:
             self._lay_out_anew(blocks, header)
             self.is_laid_out_anew = True
         if self.durability == "none":
             assert self._committed is not None
             self._write_manifest(self._committed, open=True)
-        pool.ledger.add("disk", "store", sum(self.files.sizes.values()))
+        self._count()
+
+    def _count(self) -> None:
+        nbytes = sum(self.files.sizes.values())
+        self._pool.ledger.add("disk", "store", nbytes - self._counted)
+        self._counted = nbytes
 
     def _lay_out_anew(self, blocks: Sequence[Block], header: Mapping[str, Any]) -> None:
         """Copies all tensors into new files, unit by unit, and then lets the manifest name those."""
         old, manifest = self.files, dict(self._committed or {})
         number = int(old.path.name.rpartition("-")[2]) + 1
         new = self._make_files(f"blocks-{number}", blocks, header)
-        for block in blocks:
-            for kind, dtype in block.kinds.items():
-                if kind == GRADIENT:
-                    continue
-                for unit, (start, stop) in enumerate(block.units):
-                    buffer = self._pool.take((stop - start) * dtype.itemsize, "update buffers")
-                    buffer.zero_()
-                    known = self._gather(old, block, kind, start, stop, buffer.view(dtype))
-                    if known:
-                        new.write(block, kind, unit, buffer, new.slot(block, kind, write=True))
-                    self._pool.give(buffer, "update buffers")
-            new.publish(block)
+        copy_blocks(old, new, self._pool)
         if self._syncs:
             new.sync()
         self._files = new
         self._write_manifest({**manifest, "blocks": new.path.name, "version": new.version(), "checked": new.checked})
         old.close()
         shutil.rmtree(old.path)
-
-    def _gather(self, old: BlockFiles, block: Block, kind: str, start: int, stop: int, target: Tensor) -> bool:
-        """Fills a unit with what the old files hold of its tensors; false if they hold nothing."""
-        known = False
-        for slot in block.slots:
-            a, b = max(slot.start, start), min(slot.stop, stop)
-            if a >= b:
-                continue
-            source, place = old.find(slot.name)
-            if len(source.kinds) == 1 and kind != MASTER:
-                continue  # not updated so far: its states begin now
-            if kind not in source.kinds:
-                raise StoreError(
-                    f"{self.path} has no optimizer state {kind!r} of {slot.name}; it was made with other options"
-                )
-            if all(s is None for s in old.sums[source.name, kind]) and old.checked:
-                continue  # never written: a state before the first step
-            if place.stride != slot.stride:
-                raise StoreError(f"{slot.name} lies in {self.path} in another order of dimensions")
-            target[a - start : b - start] = old.read_elements(slot.name, kind, a - slot.start, b - slot.start)
-            known = True
-        return known
 
     def _make_directory(self) -> None:
         try:
@@ -219,9 +253,10 @@ class DiskStore(Store):
     def _refuse_if_full(self, needed: int) -> None:
         free = shutil.disk_usage(self.path).free
         if needed > free:
+            fewer = ", versions=1" if self.versions == 2 else ""
             raise StoreError(
                 f"the store needs {format_bytes(needed)} in {self.path}, but {format_bytes(free)} are free there; "
-                f"make room, choose another directory, or a lighter optimizer"
+                f"make room, choose another directory{fewer}, or a lighter optimizer"
             )
 
     # -- loans
@@ -243,8 +278,34 @@ class DiskStore(Store):
     def publish(self, block: Block) -> None:
         self.files.publish(block)
 
+    def begin_step(self, intent: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """With one version, before the first update of a step: what finishing it takes. Once is enough."""
+        if self.journal.intent is None:
+            if self._syncs:
+                self._sync_step()
+            self.journal.begin(self._base, intent, tensors)
+
+    def publish_together(self, blocks: Sequence[Block], record: Mapping[str, Any]) -> None:
+        """Updates of one segment: with one version the journal tells of all of them at once, before reads see them."""
+        if self.rolls:
+            if self._syncs:
+                self._sync_step()
+            self.journal.append({**record, "blocks": {b.name: self.files.describe_written(b) for b in blocks}})
+        super().publish_together(blocks, record)
+
+    def _sync_step(self) -> None:
+        self.files.sync(gradients=True)
+        for file in self.step_files:
+            file.sync()
+
+    def publish_gradient(self, block: Block) -> None:
+        self.files.publish_gradient(block)
+
+    def describe_gradient(self, block: Block) -> dict[str, Any]:
+        return self.files.describe_gradient(block)
+
     def carry_over(self, block: Block, kind: str) -> None:
-        if self.files.num_slots(kind) > 1:
+        if not self.files.places.is_in_place(block, kind):
             loan = self.borrow(block, kind)
             loan.ready.result()
             written = loan.give_back(dirty=True)
@@ -255,20 +316,20 @@ class DiskStore(Store):
         """Moves a loan's bytes, unit by unit."""
         block, kind, files = loan.block, loan.kind, self.files
         self._dirty = self._dirty or (write and kind != GRADIENT)
-        slot, sums = files.slot(block, kind, write=write), files.sums[block.name, kind]
+        runs, sums = files.places.runs(block, kind, write=write), files.sums[block.name, kind]
         stored = block.kinds[kind]
 
         def job(unit: int, start: int, stop: int) -> Callable[[], None]:
             def run() -> None:
                 piece = loan.result[start - loan.start : stop - loan.start]
                 if write:
-                    files.write(block, kind, unit, piece.view(torch.uint8), slot)
+                    files.write(block, kind, unit, piece.view(torch.uint8), runs)
                 elif piece.dtype == stored:
-                    files.read(block, kind, unit, piece.view(torch.uint8), slot, sums[unit])
+                    files.read(block, kind, unit, piece.view(torch.uint8), runs, sums[unit])
                 else:  # piece by piece, so that they are never all in memory as they are stored
                     buffer = self._pool.take(piece.numel() * stored.itemsize, "weights")
                     try:
-                        files.read(block, kind, unit, buffer, slot, sums[unit])
+                        files.read(block, kind, unit, buffer, runs, sums[unit])
                         piece.copy_(buffer.view(stored))
                     finally:
                         self._pool.give(buffer, "weights")
@@ -302,6 +363,10 @@ class DiskStore(Store):
         self._pool.give(buffer, kind)
 
     # -- the run
+
+    @property
+    def rolls(self) -> bool:  # type: ignore[override]  # it may change until blocks are made
+        return self.versions == 1 and self.durability != "none"
 
     @property
     def _syncs(self) -> bool:
@@ -340,9 +405,14 @@ class DiskStore(Store):
             replace_small(self.system, path, content, sync=self._syncs)
         except StoreError:
             if path.exists() and path.read_bytes() == content:
-                self._committed = manifest
+                self._take_note(manifest, content)
             raise
-        self._committed = manifest
+        self._take_note(manifest, content)
+
+    def _take_note(self, manifest: dict[str, Any], content: bytes) -> None:
+        """That is the commit from now on; the journal of the step before is of no use any more."""
+        self._committed, self._base = manifest, f"{digest(content):016x}"
+        self.journal.forget()
 
     def _small_path(self, number: int) -> Path:
         return self.path / f"small-{number}.safetensors"
@@ -368,6 +438,12 @@ class DiskStore(Store):
         if self.durability == "none" or self._committed is None:
             self._torn = self._torn or self._dirty
             return None
+        if self.journal.records:
+            first = self.journal.records[-1]["segment"]
+            raise StoreError(
+                f"there is one version, and segment {first} is updated already: a run with resume=True finishes the step"
+            )
+        self.journal.forget()
         self.files.restore(self._committed["version"])
         return dict(self._committed["facts"])
 
@@ -381,6 +457,7 @@ class DiskStore(Store):
         finally:
             if self._files is not None:
                 self._files.close()
+            self.journal.forget()
             self.lock.drop()
 
 
@@ -418,13 +495,10 @@ class DiskLoan:
         self.store.give_buffer(self.buffer, self.role)
 
 
-def _difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """The first thing in which the stored model and this one differ; nothing if they agree."""
-    for key in ("model", "optimizer"):
-        if wanted[key] != found[key]:
-            return f"{key} is {found[key]} there and {wanted[key]} here"
-    there, here = ({t["name"]: (t["shape"], t["dtype"]) for t in h["tensors"]} for h in (found, wanted))
-    for name in {**here, **there}:
-        if there.get(name) != here.get(name):
-            return f"{name} is {there.get(name, 'not')} there and {here.get(name, 'not')} here"
-    return ""
+def _check_versions(versions: int | None, durability: str) -> None:
+    if versions not in (None, 1, 2):
+        raise StoreError(f"versions is {versions!r}, expected 1 or 2, or None to let the disk decide")
+    if versions == 2 and durability == "none":
+        raise StoreError(
+            "versions is 2, but with durability='none' blocks are overwritten in place; leave one of them out"
+        )

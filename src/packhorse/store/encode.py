@@ -12,7 +12,7 @@ from torch import Tensor
 
 from packhorse.errors import StoreError
 
-_DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
+DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 
 # What is written as a list of its items, by tag; the first type that fits is taken.
 _SEQUENCES: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
@@ -58,7 +58,7 @@ def decode(value: Any) -> Any:
         dtype, shape, text = content
         raw = bytearray(base64.b64decode(text))
         return (
-            torch.frombuffer(raw, dtype=_DTYPES[dtype]).view(shape) if raw else torch.empty(shape, dtype=_DTYPES[dtype])
+            torch.frombuffer(raw, dtype=DTYPES[dtype]).view(shape) if raw else torch.empty(shape, dtype=DTYPES[dtype])
         )
     if tag == "bytes":
         return base64.b64decode(content)

@@ -17,6 +17,7 @@ from torch import Tensor
 from packhorse.errors import PackhorseError, StoreError
 from packhorse.memory import Pool
 from packhorse.store.blocks import Block
+from packhorse.store.journal import Journal
 
 
 class Loan(Protocol):
@@ -59,8 +60,21 @@ class Store(ABC):
 
     on_disk = False
     versions = 1  # of every block
+    rolls = False  # one version and a spare: a step that has updated something can only be finished
     is_laid_out_anew = False  # opened with other blocks than it had
     link = Link(None)  # at full speed
+
+    @property
+    def holds_run(self) -> bool:
+        return False
+
+    def find_versions(self) -> int | None:
+        """Of each block; None: to be decided by the space there is."""
+        return self.versions
+
+    def find_unfinished(self) -> Journal | None:
+        """The journal of a step that was interrupted after it had updated something: it must be finished before all else."""
+        return None
 
     def claim(self) -> None:  # noqa: B027  # memory is nobody else's anyway
         """From now on no other process may use it."""
@@ -92,6 +106,21 @@ class Store(ABC):
 
     @abstractmethod
     def close(self) -> None: ...
+
+    def publish_together(self, blocks: Sequence[Block], record: Mapping[str, Any]) -> None:
+        """The same for several, of which `record` says what else finishing the step would take."""
+        for block in blocks:
+            self.publish(block)
+
+    def begin_step(self, intent: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:  # noqa: B027  # as above
+        """What finishing a step takes, before its first update, where it could not be undone."""
+
+    def publish_gradient(self, block: Block) -> None:  # noqa: B027  # nothing to do where it is written in place
+        """Likewise for a gradient that waits."""
+
+    def describe_gradient(self, block: Block) -> dict[str, Any]:
+        """What finishing a step takes to know of a gradient that waits."""
+        return {}
 
     def view(self, block: Block, kind: str) -> Tensor | None:
         """The whole piece in place, where that is possible."""
