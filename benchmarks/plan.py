@@ -245,6 +245,7 @@ def plan_elsewhere() -> dict[str, Any]:
         "BERT-Large, 512 tokens a row, fp16, AdamW, over the batch": (
             "bert-large --machine v100-16gb --precision fp16 --sweep batch"
         ),
+        "The same, layer to layer": ("bert-large --machine v100-16gb --precision fp16 --strategy relay --sweep batch"),
         "GPT of width 1024, 1024 tokens a row, fp16, AdamW, 16 rows, over the depth": (
             "gpt2-medium --machine v100-16gb --precision fp16 --batch 16 --sweep depth"
         ),
