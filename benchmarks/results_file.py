@@ -15,6 +15,12 @@ import torch
 RESULTS = Path(__file__).parent / "results"
 
 
+def load(name: str) -> dict[str, Any]:
+    """The numbers of `results/NAME.json`, if there are any."""
+    path = RESULTS / f"{name}.json"
+    return dict(json.loads(path.read_text())["numbers"]) if path.exists() else {}
+
+
 def save(name: str, numbers: Any) -> Path:
     """Writes `results/NAME.json`."""
     root = Path(__file__).parent.parent
