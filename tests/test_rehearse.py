@@ -166,3 +166,15 @@ def test_modules_that_run_as_they_are_do_not_leave_this_process() -> None:
     assert graph.opaque
     segments = partition(graph).segments
     assert rehearse.rehearse(segments, 4, True, "cpu") == ([None] * len(segments), None)
+
+
+@pytest.mark.parametrize(("resident", "expected"), [(True, Price(2.0, 2.0, 1.0)), (False, Price(2.0, 1.0, 1.0))])
+def test_of_twins_the_one_that_ran_last_in_each_direction_counts(
+    graph: ph.Graph, monkeypatch: pytest.MonkeyPatch, resident: bool, expected: Price
+) -> None:
+    """Backward goes the other way round, and with it what is computed again."""
+    monkeypatch.setattr(rehearse, "rehearse", lambda *_: ([Price(1.0, 1.0, 1.0), Price(2.0, 2.0, 2.0)], 0))
+    rehearsed = Rehearsed()
+    twins = [rehearse.Likely("block", s, Price(3.0, 3.0, 3.0), 0, 0, 0, 0) for s in partition(graph).segments[1:3]]
+    assert rehearsed.learn(twins, 2, resident, "cpu")
+    assert rehearsed.refine("block", 2, resident, Price(3.0, 3.0, 3.0)) == expected

@@ -33,6 +33,8 @@ logger = logging.getLogger("packhorse")
 
 TWINS = 2  # of each kind, at most, that take part: the second finds memory as the others will
 MICROBATCHES = 2
+ROUNDS = 4  # as many of them as begin within `PATIENCE`: the speed of a shared machine changes from second to second
+PATIENCE = 8.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,12 @@ class Rehearsed:
         self.tried.add(key)
         chosen = _choose(likely)
         prices, grown = rehearse([entry.segment for entry in chosen], rows, resident, device)
-        for entry, price in zip(chosen, prices, strict=True):
-            if price is not None:
-                self.found[entry.kind, rows, resident] = (price, entry.price)  # the last of its twins
+        ran = [(entry, price) for entry, price in zip(chosen, prices, strict=True) if price is not None]
+        backward = {entry.kind: price for entry, price in reversed(ran)}
+        for entry, price in ran:  # of twins, in each direction, the one that ran last
+            other = backward[entry.kind]
+            building = price.building if resident else other.building
+            self.found[entry.kind, rows, resident] = (Price(price.forward, building, other.backward), entry.price)
         if grown is not None and None not in prices:
             self.kept[key] = max(grown - _add_up(chosen, resident), 0)
         return any(price is not None for price in prices)
@@ -217,23 +222,31 @@ class _Play:
 
 
 def run(segments: Sequence[Segment], rows: int, resident: bool, device: torch.device) -> Outcome:
-    """One microbatch to warm up, then a few, in the order in which a step takes them."""
+    """One microbatch to warm up, then rounds of a few, in the order in which a step takes them."""
     running = Running(Heap(Ledger(), plenty=False), lambda *_: None)
     values: dict[str, Tensor] = {}
     chained = values if resident else None
     company = _Company([partial(_Play, segment, rows, device, running, chained) for segment in segments])
     watch = PeakWatch()
-    for count in (1, MICROBATCHES):
-        company.each(lambda play: play.seconds.clear())
+
+    def take(microbatches: int) -> None:
         if resident:
-            for _ in range(count):
+            for _ in range(microbatches):
                 company.each(lambda play: play.forward(grad=True))
                 values.clear()
                 company.each(_Play.backward, backwards=True)
         else:
-            company.each(partial(_evaluate, count))
-            company.each(partial(_train, count), backwards=True)
+            company.each(partial(_evaluate, microbatches))
+            company.each(partial(_train, microbatches), backwards=True)
         company.each(lambda play: play.sums.clear())
+
+    take(1)
+    company.each(lambda play: play.seconds.clear())
+    started = time.perf_counter()
+    for _ in range(ROUNDS):
+        take(MICROBATCHES)
+        if time.perf_counter() - started > PATIENCE:
+            break
     prices = [play.price() if play is not None else None for play in company.plays]
     return prices, watch.read() if device.type == "cpu" else None
 
