@@ -10,6 +10,7 @@ from torch import Tensor
 
 import crash
 import packhorse.trainer
+from packhorse.partition import hollow
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 torch.set_num_threads(1)
@@ -18,6 +19,17 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _blank_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What hollow operations leave unwritten would spoil whatever reads it."""
+    make_blank = hollow.make_blank
+
+    def make_nan(like: Tensor, device: torch.device | str) -> Tensor:
+        return make_blank(like, device).fill_(torch.nan)
+
+    monkeypatch.setattr(hollow, "make_blank", make_nan)
 
 
 # -- the small run that dies and goes on (crash.py)

@@ -55,7 +55,7 @@ def run_composed(
 def run_segments(
     model: nn.Module, partition: ph.Partition, batch: Any, *, seed: int = 0, rng: Rng | None = None
 ) -> Result:
-    """Segment by segment: forward on detached leaves, backward from last to first, one autograd.grad each."""
+    """Segment by segment: forward, then backward from last to first, one autograd.grad each, on a graph that is built again."""
     model = copy.deepcopy(model)
     torch.manual_seed(seed)
     graph = partition.graph
@@ -64,8 +64,12 @@ def run_segments(
     runs = []
     for segment in partition.segments:
         leaves = {n: values[n].detach().requires_grad_(values[n].requires_grad) for n in segment.inputs}
-        outputs = segment(parameters, buffers, leaves, rng, rows=rows)
-        values.update(outputs)
+        drawn, before = torch.get_rng_state(), {name: buffer.clone() for name, buffer in buffers.items()}
+        values.update(segment(parameters, buffers, leaves, rng, rows=rows))
+        ended = torch.get_rng_state()
+        torch.set_rng_state(drawn)
+        outputs = segment.rebuild(parameters, before, leaves, rng, rows=rows)
+        assert torch.equal(torch.get_rng_state(), ended)
         runs.append((segment, leaves, outputs))
     value = partition.finish(values, rows)
     gradients = {graph.values[graph.outputs[0]].name: torch.ones_like(value)}

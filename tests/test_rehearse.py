@@ -53,16 +53,16 @@ def test_a_process_of_its_own_answers_for_each(graph: ph.Graph) -> None:
 
 def test_what_cannot_run_is_priced_by_rates() -> None:
     rehearsed = Rehearsed()
-    assert rehearsed.refine("block", 4, False, Price(1.0, 1.0, 2.0)) == Price(1.0, 1.0, 2.0)
+    assert rehearsed.refine("block", 4, False, Price(1.0, 1.0, 1.0, 2.0)) == Price(1.0, 1.0, 1.0, 2.0)
 
 
 def test_other_rows_and_other_kinds_are_corrected_alike() -> None:
     rehearsed = Rehearsed()
-    rehearsed.found["block", 4, False] = (Price(2.0, 3.0, 4.0), Price(1.0, 1.0, 2.0))
-    rehearsed.found["head", 4, False] = (Price(1.0, 1.0, 1.0), Price(1.0, 1.0, 2.0))
-    assert rehearsed.refine("block", 4, False, Price(9.0, 9.0, 9.0)) == Price(2.0, 3.0, 4.0)
-    assert rehearsed.refine("block", 8, False, Price(2.0, 2.0, 4.0)) == Price(4.0, 6.0, 8.0)
-    assert rehearsed.refine("norm", 8, True, Price(2.0, 2.0, 4.0)) == Price(3.0, 4.0, 5.0)
+    rehearsed.found["block", 4, False] = (Price(2.0, 3.0, 3.0, 4.0), Price(1.0, 1.0, 1.0, 2.0))
+    rehearsed.found["head", 4, False] = (Price(1.0, 1.0, 1.0, 1.0), Price(1.0, 1.0, 1.0, 2.0))
+    assert rehearsed.refine("block", 4, False, Price(9.0, 9.0, 9.0, 9.0)) == Price(2.0, 3.0, 3.0, 4.0)
+    assert rehearsed.refine("block", 8, False, Price(2.0, 2.0, 2.0, 4.0)) == Price(4.0, 6.0, 6.0, 8.0)
+    assert rehearsed.refine("norm", 8, True, Price(2.0, 2.0, 2.0, 4.0)) == Price(3.0, 4.0, 4.0, 5.0)
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
     def answer(segments: Any, rows: int, resident: bool, device: str) -> Any:
         asked.append((len(segments), rows))
-        return [Price(1.0, 1.0, 1.0)] * len(segments), 1 << 30
+        return [Price(1.0, 1.0, 1.0, 1.0)] * len(segments), 1 << 30
 
     monkeypatch.setattr(rehearse, "rehearse", answer)
     monkeypatch.setattr(search, "LONG", 0.0)
@@ -168,13 +168,15 @@ def test_modules_that_run_as_they_are_do_not_leave_this_process() -> None:
     assert rehearse.rehearse(segments, 4, True, "cpu") == ([None] * len(segments), None)
 
 
-@pytest.mark.parametrize(("resident", "expected"), [(True, Price(2.0, 2.0, 1.0)), (False, Price(2.0, 1.0, 1.0))])
+@pytest.mark.parametrize(
+    ("resident", "expected"), [(True, Price(2.0, 2.0, 2.0, 1.0)), (False, Price(2.0, 1.0, 1.0, 1.0))]
+)
 def test_of_twins_the_one_that_ran_last_in_each_direction_counts(
     graph: ph.Graph, monkeypatch: pytest.MonkeyPatch, resident: bool, expected: Price
 ) -> None:
     """Backward goes the other way round, and with it what is computed again."""
-    monkeypatch.setattr(rehearse, "rehearse", lambda *_: ([Price(1.0, 1.0, 1.0), Price(2.0, 2.0, 2.0)], 0))
+    monkeypatch.setattr(rehearse, "rehearse", lambda *_: ([Price(1.0, 1.0, 1.0, 1.0), Price(2.0, 2.0, 2.0, 2.0)], 0))
     rehearsed = Rehearsed()
-    twins = [rehearse.Likely("block", s, Price(3.0, 3.0, 3.0), 0, 0, 0, 0) for s in partition(graph).segments[1:3]]
+    twins = [rehearse.Likely("block", s, Price(3.0, 3.0, 3.0, 3.0), 0, 0, 0, 0) for s in partition(graph).segments[1:3]]
     assert rehearsed.learn(twins, 2, resident, "cpu")
-    assert rehearsed.refine("block", 2, resident, Price(3.0, 3.0, 3.0)) == expected
+    assert rehearsed.refine("block", 2, resident, Price(3.0, 3.0, 3.0, 3.0)) == expected

@@ -197,7 +197,10 @@ class Case:
 
 def _price_by_rates(segment: Segment, rows: int, machine: Machine) -> Price:
     share = rows / segment.graph.batch.rows
-    prices = [price_node(segment.graph, node, machine, share) for node in segment.nodes]
+    prices = [
+        price_node(segment.graph, node, machine, share, is_hollow=i in segment.hollow)
+        for i, node in enumerate(segment.nodes, segment.start)
+    ]
     return Price(*(sum(column) for column in zip(*prices, strict=True)))
 
 

@@ -286,7 +286,7 @@ class _Walk:
         return int(self.case.footprint(s, self.choices.rows).graph * times)
 
     def _r(self, s: int, k: int) -> None:
-        self._compute(s, k, self._price(s).building)
+        self._compute(s, k, self._price(s).rebuilding)
         self._note(self.device, self.case.footprint(s, self.choices.rows).building)
         self._add(self.device, "graphs", self._graph_bytes(s))
 

@@ -291,9 +291,9 @@ class Executor:
         return self.device.wait_on_host(self.device.download(tensor))
 
     def _run(
-        self, task: Task, segment: Segment, k: int, buffers: Mapping[str, Tensor], grad: bool
+        self, task: Task, segment: Segment, k: int, buffers: Mapping[str, Tensor], grad: bool, again: bool = False
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The segment on fresh leaves."""
+        """The segment on fresh leaves; `again`, it is only its graph that is wanted."""
         microbatch = task.microbatches[k]
         self.running.turn_to(segment, microbatch.rows / task.program.partition.graph.batch.rows, grad)
         inputs = self._take_inputs(task, segment, k)
@@ -303,8 +303,9 @@ class Executor:
             for name, tensor in inputs.items()
         }
         fetched = self.fetched[segment.index].wait()
+        run = segment.rebuild if again else segment
         with torch.set_grad_enabled(grad):
-            outputs = segment(fetched, {**fetched, **task.constants, **buffers}, leaves, rng, rows=microbatch.rows)
+            outputs = run(fetched, {**fetched, **task.constants, **buffers}, leaves, rng, rows=microbatch.rows)
         return leaves, outputs
 
     def _forward(self, task: Task, action: Action) -> None:
@@ -331,7 +332,7 @@ class Executor:
             snapshots[name] = self._wait(task.values[k][key])
             task.remaining[k][key] -= 1
             self._let_go(task.values[k], task.remaining[k], key, k)
-        task.graphs[segment.index, k] = self._run(task, segment, k, snapshots, True)
+        task.graphs[segment.index, k] = self._run(task, segment, k, snapshots, True, again=True)
 
     def _backward(self, task: Task, action: Action) -> None:
         segment, k = self._segment(task, action)

@@ -34,10 +34,11 @@ _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp
 
 
 class Price(NamedTuple):
-    """Seconds: of a forward to be forgotten, of one that builds a graph, of a backward."""
+    """Seconds: of a forward to be forgotten, of one that builds a graph, of one only for its graph, of a backward."""
 
     forward: float
     building: float
+    rebuilding: float
     backward: float
 
 
@@ -51,13 +52,13 @@ def find_family(name: str) -> str:
     return next((family for family, starts in FAMILIES.items() if name.startswith(starts)), "elementwise")
 
 
-def price_node(graph: Graph, node: Node, machine: Machine, share: float) -> Price:
+def price_node(graph: Graph, node: Node, machine: Machine, share: float, *, is_hollow: bool) -> Price:
     """For `share` of the example's rows. Backward is only priced where there is one: a product for each operand's gradient,
-    or the bytes moved once more."""
-    forward, backward = (machine.kernels.get(name, OVERHEAD) for name in ("launch", "launch.backward"))
+    or the bytes moved once more. What is hollow is only launched when it runs for a graph."""
+    launch, backward = (machine.kernels.get(name, OVERHEAD) for name in ("launch", "launch.backward"))
     values = graph.values
     own_forward, own_backward = _price_kernel(graph, node, machine, share)
-    forward += own_forward
+    forward = launch + own_forward
     backward = backward + own_backward if own_backward else 0.0
     results = [share * values[r].nbytes for r in node.results]
     gradients = [
@@ -68,7 +69,7 @@ def price_node(graph: Graph, node: Node, machine: Machine, share: float) -> Pric
     if not node.operation.aliases or node.operation.forward_peak:
         forward += _price_fresh(machine, *results)
         backward += _price_fresh(machine, *gradients) if backward else 0.0
-    return Price(forward, forward, backward)
+    return Price(forward, forward, launch if is_hollow else forward, backward)
 
 
 def _price_kernel(graph: Graph, node: Node, machine: Machine, share: float) -> tuple[float, float]:

@@ -78,9 +78,13 @@ class Rehearsed:
         ran = [(entry, price) for entry, price in zip(chosen, prices, strict=True) if price is not None]
         backward = {entry.kind: price for entry, price in reversed(ran)}
         for entry, price in ran:  # of twins, in each direction, the one that ran last
-            other = backward[entry.kind]
-            building = price.building if resident else other.building
-            self.found[entry.kind, rows, resident] = (Price(price.forward, building, other.backward), entry.price)
+            other, rated = backward[entry.kind], entry.price
+            if resident:
+                building, rebuilding = price.building, price.building * rated.rebuilding / rated.building
+            else:
+                building, rebuilding = other.rebuilding * rated.building / rated.rebuilding, other.rebuilding
+            measured = Price(price.forward, building, rebuilding, other.backward)
+            self.found[entry.kind, rows, resident] = (measured, rated)
         if grown is not None and None not in prices:
             self.kept[key] = max(grown - _add_up(chosen, resident), 0)
         return any(price is not None for price in prices)
@@ -178,18 +182,21 @@ class _Play:
         shape: Any = [size.at(self.rows) if isinstance(size, Size) else size for size in like.shape]
         return torch.full(shape, value if like.dtype.is_floating_point else 0, dtype=like.dtype, device=self.device)
 
-    def forward(self, *, grad: bool) -> None:
+    def forward(self, what: str) -> None:
+        """`what` is it for: "forward", to be forgotten; "building" a graph; or "rebuilding" one, without results."""
+        grad = what != "forward"
         differentiable = self.segment.differentiable_inputs
         known = self.chained or {}
         inputs = {n: known[n].detach() if n in known else self._make(like) for n, like in self.inputs.items()}
         leaves = {n: t.requires_grad_(grad and n in differentiable) for n, t in inputs.items()}
         del inputs
         with (
-            self._timed("building" if grad else "forward"),
+            self._timed(what),
             torch.set_grad_enabled(grad or self.segment.needs_grad_mode),
         ):
             self.running.turn_to(self.segment, self.rows / self.segment.graph.batch.rows, grad)
-            outputs = self.segment(self.parameters, {**self.parameters, **self.buffers}, leaves, rows=self.rows)
+            run = self.segment.rebuild if what == "rebuilding" else self.segment
+            outputs = run(self.parameters, {**self.parameters, **self.buffers}, leaves, rows=self.rows)
         if grad:
             self.graphs.append((leaves, outputs))
             if self.chained is not None:
@@ -216,9 +223,10 @@ class _Play:
         return time.perf_counter()
 
     def price(self) -> Price:
-        """Means; a forward to be forgotten that never ran takes as long as one that keeps its graph."""
-        forward, building, backward = (self.seconds[what] for what in ("forward", "building", "backward"))
-        return Price(*(statistics.fmean(times) for times in (forward or building, building, backward)))
+        """Means. What never ran takes as long as what is most like it."""
+        forward, building, rebuilding, backward = (self.seconds[what] for what in Price._fields)
+        found = (forward or building, building or rebuilding, rebuilding or building, backward)
+        return Price(*(statistics.fmean(times) for times in found))
 
 
 def run(segments: Sequence[Segment], rows: int, resident: bool, device: torch.device) -> Outcome:
@@ -232,7 +240,7 @@ def run(segments: Sequence[Segment], rows: int, resident: bool, device: torch.de
     def take(microbatches: int) -> None:
         if resident:
             for _ in range(microbatches):
-                company.each(lambda play: play.forward(grad=True))
+                company.each(lambda play: play.forward("building"))
                 values.clear()
                 company.each(_Play.backward, backwards=True)
         else:
@@ -253,12 +261,12 @@ def run(segments: Sequence[Segment], rows: int, resident: bool, device: torch.de
 
 def _evaluate(microbatches: int, play: _Play) -> None:
     for _ in range(microbatches):
-        play.forward(grad=False)
+        play.forward("forward")
 
 
 def _train(microbatches: int, play: _Play) -> None:
     for _ in range(microbatches):
-        play.forward(grad=True)
+        play.forward("rebuilding")
         play.backward()
     play.sums.clear()  # they go to the update
 

@@ -1,7 +1,8 @@
 """Generated code: a range of nodes becomes one Python function, and equal ranges become the same function.
 
 In: a graph and a range of its nodes. Out: `Code`, a compiled function of plain tensors, and the names that bind it.
-Names inside the function are numbered by first use, so twins (repeated blocks) print the same text and share one object.
+Operations that are to run hollow say so in the text (hollow.py). Names inside the function are numbered by first use, so twins
+(repeated blocks) print the same text and share one object.
 """
 
 import functools
@@ -9,7 +10,7 @@ import linecache
 import math
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 
 from packhorse.graph import Graph, Node, Ref, Size
 from packhorse.graph.graph import SIZE_NAMESPACE
+from packhorse.partition.hollow import Hollow
 
 
 class Code:
@@ -38,7 +40,13 @@ class Code:
 
 _CODES: dict[str, Code] = {}
 _TARGETS: dict[str, str] = {}
-_NAMESPACE: dict[str, Any] = {**SIZE_NAMESPACE, "device": torch.device, "inf": math.inf, "nan": math.nan}
+_NAMESPACE: dict[str, Any] = {
+    **SIZE_NAMESPACE,
+    "device": torch.device,
+    "inf": math.inf,
+    "nan": math.nan,
+    "hollow": Hollow,
+}
 
 
 def get_code(source: str) -> Code:
@@ -70,14 +78,14 @@ class Binding:
     first_ordinal: int = 0
 
 
-def write_code(graph: Graph, start: int, stop: int) -> Binding:
-    """Prints nodes `start` to `stop` as a function."""
-    return _Writer(graph, start, stop).write()
+def write_code(graph: Graph, start: int, stop: int, hollow: Collection[int] = ()) -> Binding:
+    """Prints nodes `start` to `stop` as a function, in which those of `hollow` compute nothing."""
+    return _Writer(graph, start, stop, hollow).write()
 
 
 class _Writer:
-    def __init__(self, graph: Graph, start: int, stop: int):
-        self.graph, self.start, self.stop = graph, start, stop
+    def __init__(self, graph: Graph, start: int, stop: int, hollow: Collection[int]):
+        self.graph, self.start, self.stop, self.hollow = graph, start, stop, hollow
         self.binding = Binding()
         self.names: dict[int, str] = {}
         self.lines: list[str] = []
@@ -126,13 +134,13 @@ class _Writer:
         lines = []
         if node.ordinal is not None:
             lines.append(f"rng({node.ordinal - self.binding.first_ordinal})")
-        call = self._call(node)
+        call, around = self._call(node), "with hollow(): " if index in self.hollow else ""
         for result in node.results:
             self.names[result] = f"v{len(self.names)}"
         names = [self.names[r] for r in node.results]
         picks = node.operation.picks
         if picks is None:
-            lines.append(f"{names[0]} = {call}")
+            lines.append(f"{around}{names[0]} = {call}")
         else:
             lines.append(f"t = {call}")
             lines += [f"{name} = t[{pick}]" for name, pick in zip(names, picks, strict=True)]

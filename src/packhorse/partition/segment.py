@@ -14,6 +14,7 @@ from torch import Tensor
 from packhorse.graph import Graph, Node, Size
 from packhorse.graph.graph import Rng, draw_as_it_comes
 from packhorse.partition.code import Code, get_code, write_code
+from packhorse.partition.hollow import find_hollow
 
 
 class Segment:
@@ -30,6 +31,16 @@ class Segment:
     def code(self) -> Code:
         """The compiled function; twins share the object."""
         return get_code(self._binding.source)
+
+    @cached_property
+    def hollow(self) -> frozenset[int]:
+        """The nodes that need not compute when only the graph is wanted."""
+        return find_hollow(self.graph, self.start, self.stop)
+
+    @cached_property
+    def rebuilding_code(self) -> Code:
+        """The same function without what only its outputs need."""
+        return get_code(write_code(self.graph, self.start, self.stop, self.hollow).source)
 
     def _names(self, values: list[int]) -> tuple[str, ...]:
         return tuple(self.graph.values[i].name for i in values)
@@ -127,10 +138,33 @@ class Segment:
 
         `rows` are those of the batch; when not given they are read off an input.
         """
+        return self._run(self.code, parameters, buffers, inputs, rng, rows)
+
+    def rebuild(
+        self,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        inputs: Mapping[str, Tensor],
+        rng: Rng | None = None,
+        *,
+        rows: int | None = None,
+    ) -> dict[str, Tensor]:
+        """Runs it once more to have its graph: outputs may be differentiated, but some have no values."""
+        return self._run(self.rebuilding_code, parameters, buffers, inputs, rng, rows)
+
+    def _run(
+        self,
+        code: Code,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        inputs: Mapping[str, Tensor],
+        rng: Rng | None,
+        rows: int | None,
+    ) -> dict[str, Tensor]:
         graph, binding = self.graph, self._binding
         base = binding.first_ordinal
         key = draw_as_it_comes if rng is None else (lambda o: rng(o if isinstance(o, str) else base + o))
-        outputs = self.code.function(
+        outputs = code.function(
             *(parameters[name] for name in self.parameters),
             *(buffers[name] for name in self.buffers),
             *(graph.constants[name] for name in self.constants),
