@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from packhorse.gradient import FEW
 from packhorse.graph import Size
 from packhorse.layout import Layout
 from packhorse.machine import Machine
@@ -76,10 +77,34 @@ class Case:
                 homes[home].append(block)
         return homes
 
+    def gradient_bytes(self, s: int, *, rebuilt: bool) -> int:
+        """What the sums of a segment's gradients take; `rebuilt`, after its graph was built again."""
+        return sum(self.gradient_of(b, s, rebuilt=rebuilt) for b in self.blocks[s] if self.layout.home(b) is not None)
+
+    def gradient_of(self, block: Block, s: int, *, rebuilt: bool) -> int:
+        """What the sum of a block's gradient from one segment takes: of a table that is looked up, only rows."""
+        full = master_bytes(block)
+        if not rebuilt or self.update != "eager":  # what waits is whole
+            return full
+        spared = self._spared[s]
+        return full - sum(spared.get(slot.name, 0) for slot in block.slots)
+
     @cached_property
-    def gradient_bytes(self) -> list[int]:
-        """What the sums of each segment's gradients take."""
-        return [sum(master_bytes(b) for b in blocks if self.layout.home(b) is not None) for blocks in self.blocks]
+    def _spared(self) -> list[dict[str, int]]:
+        """For each segment, by parameter: bytes of its gradient that are not there if only looked-up rows are kept."""
+        graph = self.partition.graph
+        found: list[dict[str, int]] = []
+        for segment in self.partition.segments:
+            spared = {}
+            for name, i in segment.looked_up.items():
+                full, width = graph.parameters[name].nbytes, graph.parameters[name].shape[1]
+                result = graph.values[graph.nodes[i].results[0]]
+                numbers = result.nbytes // result.type.dtype.itemsize // width  # type: ignore[union-attr]  # a tensor
+                numbers = numbers * self.batch_rows // graph.batch.rows
+                if numbers <= FEW * graph.parameters[name].shape[0]:
+                    spared[name] = full - numbers * full // graph.parameters[name].shape[0]
+            found.append(spared)
+        return found
 
     @property
     def state_bytes(self) -> int:
@@ -148,7 +173,7 @@ class Case:
         footprint = self.footprint(segment.index, rows)
         if not building:
             return footprint.forward
-        return max(footprint.building, footprint.backward) + self.gradient_bytes[segment.index]
+        return max(footprint.building, footprint.backward) + self.gradient_bytes(segment.index, rebuilt=False)
 
     @cached_property
     def _prices(self) -> dict[Any, Price]:
@@ -167,21 +192,22 @@ class Case:
         """Runs segments of every kind for so many rows. False: all that could be learned is known."""
         if self.stepper is not None and self.rehearsed.update is None:
             self.rehearsed.update = self.stepper.measure()
-        return self.rehearsed.learn(self._think_of_all(rows, machine), rows, resident, machine.device)
+        return self.rehearsed.learn(self._think_of_all(rows, machine, resident), rows, resident, machine.device)
 
     def rehearsal_bytes(self, rows: int, machine: Machine, *, resident: bool) -> int:
         """What that takes, in a process of its own, beside the process itself."""
-        return reckon(self._think_of_all(rows, machine), resident)
+        return reckon(self._think_of_all(rows, machine, resident), resident)
 
-    def _think_of_all(self, rows: int, machine: Machine) -> list[Likely]:
-        return [self._think_of(s, rows, machine) for s in self.partition.segments]
+    def _think_of_all(self, rows: int, machine: Machine, resident: bool) -> list[Likely]:
+        return [self._think_of(s, rows, machine, resident) for s in self.partition.segments]
 
-    def _think_of(self, segment: Segment, rows: int, machine: Machine) -> Likely:
+    def _think_of(self, segment: Segment, rows: int, machine: Machine, resident: bool) -> Likely:
         s, priced = segment.index, _price_by_rates(segment, rows, machine)
         footprint, (stashed, restored, _) = self.footprint(s, rows), self.crossing[s]
         crossing = sum(self.bytes_of(name, rows) for name in (*stashed, *restored))
-        kind, gradients = self._kinds[s], self.gradient_bytes[s]
-        return Likely(kind, segment, priced, footprint.graph, footprint.backward, gradients, crossing)
+        backward = footprint.backward if resident else footprint.rebuilt
+        gradients = self.gradient_bytes(s, rebuilt=not resident)
+        return Likely(self._kinds[s], segment, priced, footprint.graph, backward, gradients, crossing)
 
     def price_update(self, block: Block, machine: Machine) -> float:
         """Seconds of a core of the host."""

@@ -20,6 +20,7 @@ from packhorse.store import GRADIENT, MASTER, Block
 from packhorse.store.blocks import UNIT
 from packhorse.update import AHEAD
 
+KEPT = "kept by malloc and kernels"  # a kind of host memory, on machines without accelerator
 MOST_MICROBATCHES = 8  # that are walked one by one; of more, each stands for several
 
 
@@ -153,7 +154,7 @@ class _Walk:
         self._add("host", "base", case.base_bytes)
         if self.on_cpu:
             kept = case.kept_bytes(self.choices.rows, resident=self.choices.resident)
-            self._add("host", "kept by malloc and kernels", kept)
+            self._add("host", KEPT, kept)
         if case.on_disk:
             self._add("disk", "store", case.disk_bytes)
             self._note("host", case.model_bytes, "the model as it was given")
@@ -292,16 +293,18 @@ class _Walk:
 
     def _b(self, s: int, k: int) -> None:
         case, times = self.case, self.choices.times
-        summed, lagging = case.gradient_bytes[s], self._lagging_bytes()
+        rebuilt = not self._keeps(s)
+        summed, lagging = case.gradient_bytes(s, rebuilt=rebuilt), self._lagging_bytes()
         adding = 3 * summed / self.machine.rate("elementwise")
         adds = times if s in self.sums else times - 1  # the first gradient becomes the sum
         self._compute(s, k, self._price(s).backward + adding * adds / times)
         footprint = case.footprint(s, self.choices.rows)
+        backward = footprint.rebuilt if rebuilt else footprint.backward
         self._add(self.device, "graphs", -self._graph_bytes(s))
         if s not in self.sums and times > 1:
-            self._note(self.device, footprint.backward + summed + lagging)
+            self._note(self.device, backward + summed + lagging)
         else:
-            self._note(self.device, footprint.backward + lagging)
+            self._note(self.device, backward + lagging)
         if s not in self.sums:
             self.sums[s] = summed
             self._add(self.device, "gradients", summed)
@@ -382,14 +385,14 @@ class _Walk:
             home = self.case.layout.home(block)
             if home is None or (home == s and self.case.update != "deferred"):
                 continue
-            nbytes = master_bytes(block)
+            nbytes = self.case.gradient_of(block, s, rebuilt=not self._keeps(s))
             self.sums[s] -= nbytes
             done = self._take_home(self.now, nbytes)
             if not self.on_cpu:
                 self._later(done, "device", "gradients", nbytes)
                 self._add("host", "gradients", nbytes)
             if GRADIENT in block.kinds:
-                done = self._move("write", done, nbytes)
+                done = self._move("write", done, master_bytes(block))
                 self._later(done, "host", "gradients", nbytes)
             else:
                 before = self.parked.get(block.name, 0)  # the sum of both takes one place
@@ -404,7 +407,8 @@ class _Walk:
     def _update(self, s: int, _: None) -> None:
         summed = self.sums.pop(s, 0)
         for block in self.case.homes.get(s, []):
-            own, summed = (master_bytes(block), summed - master_bytes(block)) if summed else (0, 0)
+            own = self.case.gradient_of(block, s, rebuilt=not self._keeps(s)) if summed else 0
+            summed -= own
             start = self._take_home(self.now, own)
             if not self.on_cpu:
                 self._later(start, "device", "gradients", own)

@@ -303,7 +303,7 @@ class Executor:
             for name, tensor in inputs.items()
         }
         fetched = self.fetched[segment.index].wait()
-        run = segment.rebuild if again else segment
+        run = partial(segment.rebuild, by_rows=True) if again else segment
         with torch.set_grad_enabled(grad):
             outputs = run(fetched, {**fetched, **task.constants, **buffers}, leaves, rng, rows=microbatch.rows)
         return leaves, outputs
@@ -577,7 +577,11 @@ def _find_alone(found: Mapping[str, Tensor | None], others: Sequence[Tensor]) ->
     holders = Counter(id(t) for t in (*found.values(), *others))
 
     def is_alone(tensor: Tensor) -> bool:
-        return holders[id(tensor)] == 1 and (tensor._base is None or not holders[id(tensor._base)])
+        return (
+            holders[id(tensor)] == 1
+            and not tensor.is_sparse
+            and (tensor._base is None or not holders[id(tensor._base)])
+        )
 
     return {name for name, tensor in found.items() if tensor is not None and is_alone(tensor)}
 

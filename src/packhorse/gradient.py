@@ -1,7 +1,8 @@
 """Gradients: sums over microbatches, tensor by tensor, until a block is updated with them.
 
 In: what backward found, one microbatch after another. Out: flat tensors that lie as their slots do. The first gradient of a
-tensor becomes the sum itself, as in plain PyTorch, if nothing else holds its memory; otherwise it is copied.
+tensor becomes the sum itself, as in plain PyTorch, if nothing else holds its memory; otherwise it is copied. Of a table that is
+only looked up, the rows that were are kept, as long as they are few: the others are zero.
 """
 
 from dataclasses import dataclass, field
@@ -14,6 +15,44 @@ from packhorse.errors import NumericsError
 from packhorse.store import MASTER, Block, Slot
 
 SMALL = 1 << 20  # bytes below which a copy is not worth a mapping of its own
+TILE = 1 << 20  # elements that are cast and added at a time
+FEW = 0.5  # the share of a table's rows up to which they are kept by themselves
+
+
+@dataclass
+class LookedUp:
+    """Rows of a table by number, in order; the gradient of all others is zero."""
+
+    numbers: Tensor
+    rows: Tensor
+
+    @classmethod
+    def of(cls, gradient: Tensor, dtype: torch.dtype) -> "LookedUp":
+        """One microbatch's, from a sparse gradient: rows that were looked up several times are added as plain does it."""
+        numbers, places = torch.unique(gradient._indices()[0], return_inverse=True)
+        rows = torch.ops.aten.embedding_dense_backward(gradient._values(), places, len(numbers), -1, False)
+        return cls(numbers, rows.to(dtype))
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows.nbytes
+
+    def add(self, other: "LookedUp") -> "LookedUp":
+        numbers = torch.unique(torch.cat([self.numbers, other.numbers]))
+        rows = self.rows.new_zeros(len(numbers), self.rows.shape[1])
+        rows[torch.searchsorted(numbers, self.numbers)] = self.rows
+        at = torch.searchsorted(numbers, other.numbers)
+        rows[at] = rows[at].add_(other.rows)
+        return LookedUp(numbers, rows)
+
+    def write(self, flat: Tensor, start: int) -> None:
+        """Puts the rows into elements of the table from `start` on, which are zero."""
+        width, stop = self.rows.shape[1], start + len(flat)
+        first, last = start // width, -(-stop // width)
+        low, high = torch.searchsorted(self.numbers, torch.tensor([first, last], device=self.numbers.device)).tolist()
+        for number, row in zip(self.numbers[low:high].tolist(), self.rows[low:high], strict=True):
+            begin, end = max(number * width, start), min((number + 1) * width, stop)
+            flat[begin - start : end - start] = row[begin - number * width : end - number * width]
 
 
 @dataclass
@@ -25,18 +64,54 @@ class Gradient:
     device: Device
     tensors: dict[str, Tensor] = field(default_factory=dict)
     present: set[str] = field(default_factory=set)
+    looked_up: dict[str, LookedUp] = field(default_factory=dict)  # instead of a tensor
     _taken: set[str] = field(default_factory=set)  # in memory of the device's own
     _transfers: list[Transfer] = field(default_factory=list)
     _is_finite: bool = False
 
     def add(self, slot: Slot, gradient: Tensor, alone: bool) -> None:
         """Adds one microbatch's; `alone` if nobody else has this tensor. The first is not added to zero, so that -0.0 stays."""
-        if slot.name in self.tensors:
-            slot.shape_of(self.tensors[slot.name]).add_(gradient)
+        if gradient.is_sparse:
+            self._add_rows(slot, gradient)
+        elif slot.name in self.tensors:
+            self._add(slot, gradient)
         elif alone and self._fits(slot, gradient):
             self._keep(slot, gradient.as_strided((slot.numel,), (1,)))
         else:
             slot.shape_of(self.make(slot)).copy_(gradient)
+
+    def _add(self, slot: Slot, gradient: Tensor) -> None:
+        """A gradient in another precision is cast a piece at a time: in one go its cast would take as much as the sum."""
+        total = self.tensors[slot.name]
+        if gradient.dtype == total.dtype or tuple(gradient.stride()) != slot.stride:
+            slot.shape_of(total).add_(gradient)
+            return
+        for part, more in zip(total.split(TILE), gradient.as_strided((slot.numel,), (1,)).split(TILE), strict=True):
+            part.add_(more)
+
+    def _add_rows(self, slot: Slot, gradient: Tensor) -> None:
+        found = LookedUp.of(gradient, self.block.kinds[MASTER])
+        if slot.name in self.tensors:
+            total = slot.shape_of(self.tensors[slot.name])
+            total[found.numbers] = total[found.numbers].add_(found.rows)
+            return
+        before = self.looked_up.get(slot.name)
+        self.looked_up[slot.name] = found if before is None else before.add(found)
+        self.present.add(slot.name)
+        self.device.count(self.looked_up[slot.name].nbytes - (before.nbytes if before else 0), "gradients")
+        if len(self.looked_up[slot.name].numbers) > FEW * slot.shape[0] or not slot.is_contiguous:
+            self.fill(slot)
+
+    def fill(self, slot: Slot) -> None:
+        """What was looked up becomes a tensor of the whole table."""
+        found = self.looked_up.pop(slot.name)
+        slot.shape_of(self.make(slot).zero_())[found.numbers] = found.rows
+        self.device.count(-found.nbytes, "gradients")
+
+    def fill_all(self) -> None:
+        for slot in self.block.slots:
+            if slot.name in self.looked_up:
+                self.fill(slot)
 
     def _fits(self, slot: Slot, gradient: Tensor) -> bool:
         storage = gradient.untyped_storage()
@@ -69,6 +144,10 @@ class Gradient:
         """Starts to bring it to the host."""
         self._transfers = [self.device.download(flat) for flat in self.tensors.values()]
         self.tensors = dict(zip(self.tensors, [t.tensor for t in self._transfers], strict=True))
+        for found in self.looked_up.values():
+            parts = [self.device.download(found.numbers), self.device.download(found.rows)]
+            found.numbers, found.rows = (part.tensor for part in parts)
+            self._transfers += parts
 
     def wait(self) -> None:
         """Returns when it is there."""
@@ -84,7 +163,7 @@ class Gradient:
         """Once it is home; asked a second time, it has been answered."""
         if self._is_finite:
             return
-        for name, flat in self.tensors.items():
+        for name, flat in [*self.tensors.items(), *((n, found.rows) for n, found in self.looked_up.items())]:
             # The sum is one pass without memory; it may overflow by itself, so only then every element is asked.
             if not torch.isfinite(flat.sum()) and not torch.isfinite(flat).all():
                 raise NumericsError(
@@ -96,6 +175,11 @@ class Gradient:
 
     def piece(self, slot: Slot, start: int, stop: int) -> Tensor | None:
         """Elements of a tensor, counted as its block does."""
+        found = self.looked_up.get(slot.name)
+        if found is not None:
+            part = found.rows.new_zeros(stop - start)
+            found.write(part, start - slot.start)
+            return part
         flat = self.tensors.get(slot.name)
         return None if flat is None else flat[start - slot.start : stop - slot.start]
 
@@ -114,5 +198,8 @@ class Gradient:
                 self.device.give(flat, "gradients")
             else:
                 self.device.count(-flat.nbytes, "gradients")
+        for found in self.looked_up.values():
+            self.device.count(-found.nbytes, "gradients")
         self.tensors.clear()
+        self.looked_up.clear()
         self._taken.clear()

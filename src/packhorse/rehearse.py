@@ -195,7 +195,7 @@ class _Play:
             torch.set_grad_enabled(grad or self.segment.needs_grad_mode),
         ):
             self.running.turn_to(self.segment, self.rows / self.segment.graph.batch.rows, grad)
-            run = self.segment.rebuild if what == "rebuilding" else self.segment
+            run = partial(self.segment.rebuild, by_rows=True) if what == "rebuilding" else self.segment
             outputs = run(self.parameters, {**self.parameters, **self.buffers}, leaves, rows=self.rows)
         if grad:
             self.graphs.append((leaves, outputs))

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from packhorse.case import Case
 from packhorse.device import find_device
 from packhorse.errors import BatchError, PackhorseError, StoreError
+from packhorse.estimate import KEPT
 from packhorse.execute import Executor, Microbatch, Program, Record, Task
 from packhorse.graph import Graph, Ref, Size, capture
 from packhorse.graph.graph import Mode
@@ -176,7 +177,11 @@ class Trainer:
         self._programs.clear()
 
         planned = self.plan.estimate.peak["host"]
-        heap = Heap(self._ledger, plenty=(means.budget.limit("host") or 0) > 2 * planned, ceiling=planned)
+        spare = self.plan.estimate.kinds["host"].get(
+            KEPT, 0
+        )  # half of it is enough: the rest is given back before it counts
+        plenty = (means.budget.limit("host") or 0) > 2 * planned
+        heap = Heap(self._ledger, plenty=plenty, ceiling=planned - spare // 2)
         self._state = ModelState(graph, self._layout, self._store, self._ledger)
         self._updater = Updater(self._store, self._stepper, self._state.small)
         self._open_store(resume, weights)

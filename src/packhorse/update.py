@@ -71,6 +71,8 @@ class Updater:
         if check:
             gradient.refuse_non_finite()
         block, before = gradient.block, self.parked.pop(gradient.block.name, None)
+        if before is not None or norms is not None:
+            gradient.fill_all()  # what is added to, or has a norm taken, is whole
         if before is not None:
             self._fold(gradient, before)
         if norms is not None:

@@ -78,14 +78,19 @@ class Binding:
     first_ordinal: int = 0
 
 
-def write_code(graph: Graph, start: int, stop: int, hollow: Collection[int] = ()) -> Binding:
-    """Prints nodes `start` to `stop` as a function, in which those of `hollow` compute nothing."""
-    return _Writer(graph, start, stop, hollow).write()
+def write_code(
+    graph: Graph, start: int, stop: int, hollow: Collection[int] = (), by_rows: Collection[int] = ()
+) -> Binding:
+    """Prints nodes `start` to `stop` as a function, in which those of `hollow` compute nothing.
+
+    The gradients of the embeddings `by_rows` are sparse: only the rows that were looked up.
+    """
+    return _Writer(graph, start, stop, hollow, by_rows).write()
 
 
 class _Writer:
-    def __init__(self, graph: Graph, start: int, stop: int, hollow: Collection[int]):
-        self.graph, self.start, self.stop, self.hollow = graph, start, stop, hollow
+    def __init__(self, graph: Graph, start: int, stop: int, hollow: Collection[int], by_rows: Collection[int]):
+        self.graph, self.start, self.stop, self.hollow, self.by_rows = graph, start, stop, hollow, by_rows
         self.binding = Binding()
         self.names: dict[int, str] = {}
         self.lines: list[str] = []
@@ -134,7 +139,7 @@ class _Writer:
         lines = []
         if node.ordinal is not None:
             lines.append(f"rng({node.ordinal - self.binding.first_ordinal})")
-        call, around = self._call(node), "with hollow(): " if index in self.hollow else ""
+        call, around = self._call(node, index), "with hollow(): " if index in self.hollow else ""
         for result in node.results:
             self.names[result] = f"v{len(self.names)}"
         names = [self.names[r] for r in node.results]
@@ -154,10 +159,11 @@ class _Writer:
     def _is_local(self, ref: int) -> bool:
         return self.graph.producers[ref] >= self.start
 
-    def _call(self, node: Node) -> str:
+    def _call(self, node: Node, index: int) -> str:
         operation = node.operation
         arguments = [self._print(a, node) for a in operation.args]
         arguments += [f"{name}={self._print(a, node)}" for name, a in operation.kwargs]
+        arguments += ["sparse=True"] if index in self.by_rows else []
         if operation.target in self.graph.blocks:
             arguments.append("rng")
             if operation.target not in self.binding.blocks:

@@ -19,6 +19,7 @@ class Footprint:
     graph: int  # what stays between a forward that keeps its graph and the backward, outputs included
     building: int  # while such a forward runs
     backward: int  # the graph included, as it is used up
+    rebuilt: int  # the same where the graph was built again: tables that are looked up get gradients by rows
 
 
 def find_footprint(segment: Segment, rows: int) -> Footprint:
@@ -26,7 +27,8 @@ def find_footprint(segment: Segment, rows: int) -> Footprint:
     walk = _Walk(segment, share)
     forward = walk.run(keep=False)[0]
     building, graph = walk.run(keep=True)
-    return Footprint(int(forward), int(graph), int(building), int(walk.differentiate(graph)))
+    backward, rebuilt = walk.differentiate(graph), walk.differentiate(graph, frozenset(segment.looked_up.values()))
+    return Footprint(int(forward), int(graph), int(building), int(backward), int(rebuilt))
 
 
 class _Walk:
@@ -102,8 +104,9 @@ class _Walk:
             peak = max(peak, live)
         return peak, live
 
-    def differentiate(self, graph_bytes: float) -> float:
-        """The peak of a backward, from the bytes of its graph."""
+    def differentiate(self, graph_bytes: float, by_rows: frozenset[int] = frozenset()) -> float:
+        """The peak of a backward, from the bytes of its graph; gradients of the embeddings `by_rows` have as many rows as
+        their results."""
         values = self.graph.values
         live = peak = graph_bytes
         gradients: dict[int, float] = {}  # by storage; those of outputs come from outside
@@ -116,6 +119,8 @@ class _Walk:
                     o for o in node.operands if values[o].kind == "parameter" and values[o].type.differentiable
                 ]
                 fresh = sum(float(values[o].nbytes) for o in parameters)
+                if self.start + i in by_rows:
+                    fresh = sum(self._size(r) for r in node.results)
                 passes_on = operation.backward_peak == 0
                 new: dict[int, float] = {}
                 for operand in node.operands:

@@ -4,6 +4,7 @@ In: a graph and a range of its nodes. Out: `Segment`. Composed in order, the seg
 one by one, with one `differentiate` each from last to first, they give the model's gradients bit for bit.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -38,9 +39,27 @@ class Segment:
         return find_hollow(self.graph, self.start, self.stop)
 
     @cached_property
+    def looked_up(self) -> dict[str, int]:
+        """Parameters that are only looked up, by an embedding, and once: name -> the node. Most rows have no gradient then."""
+        uses = Counter(o for node in self.nodes for o in node.operands)
+        return {
+            self.graph.values[node.operands[0]].name: i
+            for i, node in enumerate(self.nodes, self.start)
+            if _looks_up(node)
+            and uses[node.operands[0]] == 1
+            and self.graph.values[node.operands[0]].kind == "parameter"
+        }
+
+    @cached_property
     def rebuilding_code(self) -> Code:
         """The same function without what only its outputs need."""
         return get_code(write_code(self.graph, self.start, self.stop, self.hollow).source)
+
+    @cached_property
+    def rebuilding_code_by_rows(self) -> Code:
+        """The same; what is looked up gets sparse gradients."""
+        by_rows = self.looked_up.values()
+        return get_code(write_code(self.graph, self.start, self.stop, self.hollow, by_rows).source)
 
     def _names(self, values: list[int]) -> tuple[str, ...]:
         return tuple(self.graph.values[i].name for i in values)
@@ -148,9 +167,14 @@ class Segment:
         rng: Rng | None = None,
         *,
         rows: int | None = None,
+        by_rows: bool = False,
     ) -> dict[str, Tensor]:
-        """Runs it once more to have its graph: outputs may be differentiated, but some have no values."""
-        return self._run(self.rebuilding_code, parameters, buffers, inputs, rng, rows)
+        """Runs it once more to have its graph: outputs may be differentiated, but some have no values.
+
+        `by_rows`: gradients of what is `looked_up` are sparse, a row for every look-up.
+        """
+        code = self.rebuilding_code_by_rows if by_rows else self.rebuilding_code
+        return self._run(code, parameters, buffers, inputs, rng, rows)
 
     def _run(
         self,
@@ -214,6 +238,12 @@ class Segment:
 
     def __repr__(self) -> str:
         return f"Segment({self.index}: {', '.join(self.modules)})"
+
+
+def _looks_up(node: Node) -> bool:
+    """An embedding as it comes: with a dense gradient, not scaled by how often a row is used."""
+    operation = node.operation
+    return operation.name == "embedding" and len(operation.args) <= 3 and not operation.kwargs and not node.region
 
 
 # Recurrent layers take a fused kernel where nothing needs a gradient; opaque blocks may do anything.

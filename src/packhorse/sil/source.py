@@ -1,0 +1,129 @@
+"""Where a part's batches come from: the user's loader, the rows that the part before it left, or made-up ones.
+
+Batches are columns by the names of training, classes among them.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from packhorse.errors import BatchError
+from packhorse.sil.labels import Labels
+from packhorse.sil.parts import Division
+from packhorse.sil.rows import Rows
+
+Columns = dict[str, Tensor]
+
+
+class Source(Protocol):
+    def batches(self, epoch: int) -> Iterator[Columns]:
+        """All rows once, in the order of that epoch."""
+        ...
+
+    def in_order(self) -> Iterator[Columns]:
+        """All rows once, in any order."""
+        ...
+
+    def count(self) -> int | None:
+        """Batches of an epoch; None if nobody knows beforehand."""
+        ...
+
+
+class Loaded:
+    """Batches `(x, y)` of a loader, as they come, or joined and split to `size` rows."""
+
+    def __init__(self, division: Division, loader: Iterable[Any], num_classes: int, size: int | None = None):
+        self.division, self.loader, self.num_classes, self.size = division, loader, num_classes, size
+
+    def batches(self, epoch: int) -> Iterator[Columns]:
+        set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)
+        return self.in_order()
+
+    def in_order(self) -> Iterator[Columns]:
+        return self._read() if self.size is None else _resize(self._read(), self.size)
+
+    def _read(self) -> Iterator[Columns]:
+        for batch in self.loader:
+            x, y = take_apart(batch)
+            check_classes(y, self.num_classes)
+            yield self.division.read_batch(x, y)
+
+    def count(self) -> int | None:
+        try:
+            batches = len(self.loader)  # type: ignore[arg-type]  # it may have no length
+        except TypeError:
+            return None
+        if self.size is None:
+            return batches
+        rows = len(getattr(self.loader, "dataset", ()))
+        return -(-rows // self.size) if rows else None
+
+
+class Stored:
+    """Rows of a finished part, shuffled anew each epoch, the same for the same seed."""
+
+    def __init__(self, rows: Rows, size: int, seed: int):
+        self.rows, self.size, self.seed = rows, size, seed
+
+    def batches(self, epoch: int) -> Iterator[Columns]:
+        return self.rows.batches(self.size, torch.Generator().manual_seed(self.seed * 1_000_003 + epoch))
+
+    def in_order(self) -> Iterator[Columns]:
+        return self.rows.batches(self.size)
+
+    def count(self) -> int:
+        return -(-len(self.rows) // self.size)
+
+
+class Imitated:
+    """Batches of a loader whose value at a cut is made up from their classes."""
+
+    def __init__(self, loaded: Loaded, learned: str, labels: Labels, seed: int):
+        self.loaded, self.learned, self.labels, self.seed = loaded, learned, labels, seed
+
+    def batches(self, epoch: int) -> Iterator[Columns]:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        for columns in self.loaded.batches(epoch):
+            yield columns | {self.learned: self.labels.imitate(columns[self.loaded.division.label], generator)}
+
+    def in_order(self) -> Iterator[Columns]:
+        return self.batches(0)
+
+    def count(self) -> int | None:
+        return self.loaded.count()
+
+
+def _resize(batches: Iterable[Columns], size: int) -> Iterator[Columns]:
+    """The same rows in batches of `size`; the last may be smaller."""
+    waiting: Columns = {}
+    for columns in batches:
+        waiting = {n: torch.cat([waiting[n], t]) for n, t in columns.items()} if waiting else columns
+        while len(next(iter(waiting.values()))) >= size:
+            yield {n: t[:size] for n, t in waiting.items()}
+            waiting = {n: t[size:] for n, t in waiting.items()}
+    if waiting and len(next(iter(waiting.values()))):
+        yield waiting
+
+
+def take_apart(batch: Any) -> tuple[Any, Tensor]:
+    """A batch must be `(x, y)`."""
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2 or not isinstance(batch[1], Tensor):
+        found = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
+        raise BatchError(f"a batch is a {found}, expected (x, y): inputs and a tensor of classes")
+    return batch[0], batch[1]
+
+
+def check_classes(y: Tensor, num_classes: int) -> None:
+    if y.is_floating_point() or y.ndim != 1:
+        raise BatchError(
+            f"y is {str(y.dtype).removeprefix('torch.')}{list(y.shape)}, expected one integer class a row: synthetic labels are a "
+            "vector a class, so regression and soft targets have none; train those with ph.Trainer(strategy='relay')"
+        )
+    if len(y) and not 0 <= int(y.min()) <= int(y.max()) < num_classes:
+        raise BatchError(
+            f"y has classes from {int(y.min())} to {int(y.max())}, expected 0 to {num_classes - 1}: num_classes is {num_classes}"
+        )

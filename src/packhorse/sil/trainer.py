@@ -1,0 +1,511 @@
+"""`ph.SegmentedTrainer`: parts of a model trained apart, on synthetic labels where it is cut.
+
+In: a model, an optimizer, batches `(x, y)`, how many parts. Out: the same model, trained. Parts train one after another, each on
+what the one before it made of the training set, kept on disk; or all at once, in processes that share nothing but a seed, the
+later ones on made-up inputs first. Only one part at a time needs memory. Each is trained by `ph.Trainer`, by relay if need be.
+"""
+
+import logging
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from packhorse.checkpoint import Entry, write_checkpoint
+from packhorse.errors import BudgetError, PackhorseError, StoreError
+from packhorse.graph import Size
+from packhorse.memory import Memory, PeakWatch
+from packhorse.optimizer import Stepper
+from packhorse.plan import Strategy, find_fingerprint
+from packhorse.precision import Precision
+from packhorse.sil.apart import await_file, find_rank, is_mine, run_apart
+from packhorse.sil.labels import Labels, Scheme, Site, find_scheme
+from packhorse.sil.parts import LABEL, ByLabel, Loss, Part, divide, find_logits, join, mean_cross_entropy
+from packhorse.sil.rows import INDEX, Rows, RowsWriter
+from packhorse.sil.source import Columns, Imitated, Loaded, Source, Stored, check_classes, take_apart
+from packhorse.sil.standing import Progress, Standing
+from packhorse.state import find_config
+from packhorse.store.files import FileSystem, replace_small, seal, unseal
+from packhorse.trainer import Trainer
+from packhorse.weights import SafetensorsFiles, read_model
+
+logger = logging.getLogger("packhorse")
+
+Mode = Literal["sequential", "parallel"]
+Batches = Iterable[tuple[Any, Tensor]]
+T = TypeVar("T")
+
+HEADER = "sil.json"
+
+
+class SegmentedTrainer:
+    """Trains a classifier part by part. `example` is a batch `(x, y)`, such as the loaders yield."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        example: tuple[Any, Tensor],
+        *,
+        num_classes: int,
+        parts: int | None = None,
+        cuts: Sequence[str] = (),
+        labels: str | Scheme = "readout",
+        mode: Mode = "sequential",
+        loss: Loss | None = None,
+        scheduler: Callable[[torch.optim.Optimizer, int], Any] | None = None,
+        rates: float | Sequence[float] | None = None,
+        batch_sizes: int | Sequence[int] | None = None,
+        refine: int = 1,
+        strategy: Strategy = "auto",
+        microbatches: int | None = None,
+        precision: Precision = "fp32",
+        memory: int | str | Memory | None = None,
+        store: str | Path | None = None,
+        resume: bool = False,
+        device: str | torch.device | None = None,
+        seed: int = 0,
+        progress: Callable[[Progress], None] | None = None,
+    ):
+        """`scheduler(optimizer, steps)` makes a part's LR scheduler; `rates` and `batch_sizes` are for all parts, or one each.
+
+        `refine`: epochs of each later part on real inputs, after those on made-up ones (mode="parallel").
+        """
+        _check_choices(mode, parts, cuts, num_classes, refine)
+        x, y = take_apart(example)
+        check_classes(y, num_classes)
+        self.model, self.optimizer, self.example = model, optimizer, example
+        self.num_classes, self.mode, self.seed, self.refine = num_classes, mode, seed, refine
+        self.loss, self.scheduler, self.progress = loss or mean_cross_entropy, scheduler, progress
+        self._options: dict[str, Any] = {
+            "strategy": strategy,
+            "microbatches": microbatches,
+            "precision": precision,
+            "memory": memory,
+            "device": device,
+            "seed": seed,
+        }
+        scheme = find_scheme(labels)
+        self._stepper = Stepper(optimizer, model)
+        self.division = divide(
+            model,
+            self._stepper,
+            x,
+            y,
+            self.loss,
+            parts=parts,
+            cuts=cuts,
+            activated=scheme.activated,
+            precision=precision,
+        )
+        self.rates = _one_each(rates, self.num_parts, "rates")
+        self.batch_sizes = _one_each(batch_sizes, self.num_parts, "batch_sizes")
+        sites = [Site(i, crossing.shape, num_classes, seed) for i, crossing in enumerate(self.division.crossings)]
+        self.labels: list[Labels] = [scheme(site) for site in sites]
+        self.standings = [self._describe(i) for i in range(self.num_parts)]
+        self._is_meta = any(p.is_meta for p in model.parameters())
+        self._keeps = store is not None or self._is_meta or mode == "parallel"  # trained values, in files
+        self._temporary = None if store is not None else tempfile.TemporaryDirectory(prefix="packhorse-")
+        self._on_disk = store is not None
+        self._directory = Path(store if self._temporary is None else self._temporary.name)  # type: ignore[arg-type]
+        self._open(resume, repr(scheme))
+
+    @property
+    def num_parts(self) -> int:
+        return self.division.num_parts
+
+    # -- the verbs
+
+    def fit(self, loader: Batches, epochs: int | Sequence[int] = 1) -> None:
+        """Trains all parts; those that an earlier run has finished are not trained again."""
+        counts = _one_each(epochs, self.num_parts, "epochs")
+        parallel = self.mode == "parallel" and self.num_parts > 1
+        if parallel:
+            run_apart(partial(self._train_apart, loader, counts), self.num_parts)
+            for i in range(self.num_parts):
+                self._look_again(i)
+        for i in range(self.num_parts):
+            if self.standings[i].done:
+                continue
+            if not is_mine(i):
+                await_file(self._place(i) / "done")
+                self._look_again(i)
+                continue
+            if i:
+                await_file(self._place(i - 1) / "rows" / INDEX)
+            with self._source(i, loader) as source:
+                if not (parallel and i == 0):
+                    self._train(i, source, self.refine if parallel else counts[i])
+                self._hand_on(i, source)
+            if find_rank() is not None:
+                (self._place(i) / "done").touch()
+
+    def recover(self, loader: Batches, epochs: int = 1) -> None:
+        """Ordinary training of the joined model, end to end, by relay where the budget asks for it."""
+        x, y = take_apart(self.example)
+        weights = self._directory / "joined"
+        if self._is_meta:
+            self.save(weights)
+        loaded = Loaded(self.division, loader, self.num_classes)
+        count = loaded.count()
+        schedule = self._schedule(self.optimizer, None if count is None else count * epochs)
+        with self._make_trainer(
+            self.model,
+            self.optimizer,
+            join(x, y),
+            ByLabel(self.loss),
+            self._directory / "recovery",
+            scheduler=schedule,
+            weights=weights if self._is_meta else None,
+        ) as trainer:
+            for epoch in range(epochs):
+                for batch in loader:
+                    value = trainer.step(join(*take_apart(batch)))
+                    steps = count and count * epochs
+                    self._tell(Progress(self.num_parts, self.num_parts, epoch, epochs, trainer.steps, steps, value))
+            if self._keeps:
+                trainer.save(self._directory / "recovered")
+            if trainer.plan.on_disk and not self._is_meta:
+                trainer.load_into(self.model)
+
+    def evaluate(self, loader: Batches) -> float:
+        """The accuracy of the joined model. `standings` then tell what each part's own output, read out, gets right."""
+        right = count = 0
+        with tempfile.TemporaryDirectory(dir=self._directory, prefix="evaluation-") as scratch, ExitStack() as opened:
+            source: Source = Loaded(self.division, loader, self.num_classes)
+            for i in range(self.num_parts):
+                rows = Path(scratch) / str(i)
+                right, count = self._evaluate(i, source, None if i == self.num_parts - 1 else rows)
+                self.standings[i].accuracy = right / max(count, 1)
+                if i < self.num_parts - 1:
+                    source = Stored(opened.enter_context(Rows(rows)), self._rows, 0)
+        return right / max(count, 1)
+
+    def _evaluate(self, i: int, source: Source, rows: Path | None) -> tuple[int, int]:
+        """How many rows a part gets right, of how many; what it makes of them goes to `rows`."""
+        right = count = 0
+        with self._opened(i) as predict, ExitStack() as stack:
+            writer = stack.enter_context(RowsWriter(rows)) if rows is not None else None
+            for columns in source.in_order():
+                made = predict(columns)
+                found = self._find_classes(i, made)
+                right += int((found == columns[self.division.label]).sum())
+                count += len(found)
+                if writer is not None:
+                    writer.append(self._carry(i, columns, made))
+        return right, count
+
+    def save(self, directory: str | Path) -> list[Path]:
+        """Writes the joined model as safetensors under its own names."""
+        graph = self.division.train.graph
+        stored = [*graph.parameters.values(), *(b for b in graph.buffers.values() if b.persistent)]
+        values = self._read_values()
+        unused = [t.name for t in stored if t.name not in values]
+        fresh = dict(read_model(self.model, unused)) if unused else {}
+        entries = [Entry(t.name, tuple(t.shape), t.dtype) for t in stored]
+
+        def read(name: str) -> Iterator[Tensor]:
+            yield (fresh[name] if name in fresh else values[name]()).detach().cpu().contiguous().flatten()
+
+        return write_checkpoint(directory, entries, read, find_config(self.model))
+
+    def close(self) -> None:
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def __enter__(self) -> "SegmentedTrainer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- training a part
+
+    def _train_apart(self, loader: Batches, counts: Sequence[int], i: int) -> None:
+        """In a process of its own: the first part on real inputs, later ones on made-up ones."""
+        if self.standings[i].trained or self.standings[i].done:
+            return
+        source: Source = Loaded(self.division, loader, self.num_classes, self.batch_sizes[0] if i == 0 else None)
+        if i:
+            crossing = self.division.crossings[i - 1]
+            if crossing.others:
+                raise PackhorseError(
+                    f"beside the labelled value, {crossing.others[0][0]} crosses cut {i - 1}, which nobody can make up; use "
+                    "mode='sequential', or cut elsewhere"
+                )
+            source = Imitated(source, crossing.learned[0], self.labels[i - 1], self._seed(i))  # type: ignore[arg-type]
+        self._train(i, source, counts[i])
+        self.standings[i].trained = True
+        self.standings[i].save(self._place(i))
+
+    def _train(self, i: int, source: Source, epochs: int) -> None:
+        standing, watch, started = self.standings[i], PeakWatch(), time.perf_counter()
+        part = self._make_part(i)
+        optimizer = self._make_optimizer(i, part)
+        count = source.count()
+        schedule = self._schedule(optimizer, None if count is None else count * epochs)
+        loss = None if part.is_last else _LabelLoss(self.labels[i])
+        store = self._place(i) / "store"
+        with self._make_trainer(part, optimizer, self._example(part), loss, store, scheduler=schedule) as trainer:
+            standing.on_disk = trainer.plan.on_disk
+            seen = 0
+            for epoch in range(epochs):
+                for columns in source.batches(epoch):
+                    seen += 1
+                    if seen <= trainer.steps:
+                        continue  # a run that died had taken this one
+                    value = trainer.step(part.bind(columns))
+                    standing.rows += len(columns[self.division.label])
+                    self._tell(Progress(i, self.num_parts, epoch, epochs, seen, count and count * epochs, value))
+            standing.steps += seen
+            if self._keeps:
+                trainer.save(self._place(i) / "model")
+            if standing.on_disk and not self._is_meta:
+                trainer.load_into(part)
+        standing.seconds += time.perf_counter() - started
+        grown = watch.read()
+        standing.grown_bytes = grown if grown is None else max(grown, standing.grown_bytes or 0)
+
+    def _hand_on(self, i: int, source: Source) -> None:
+        """Runs all rows through a part that is trained, once, and keeps what later ones need."""
+        standing = self.standings[i]
+        if i < self.num_parts - 1:
+            with self._opened(i) as predict, RowsWriter(self._place(i) / "rows") as writer:
+                for columns in source.in_order():
+                    writer.append(self._carry(i, columns, predict(columns)))
+            standing.stored_bytes = writer.nbytes
+        standing.done = True
+        if self._keeps:
+            standing.save(self._place(i))
+
+    def _carry(self, i: int, columns: Columns, made: Mapping[str, Tensor]) -> Columns:
+        known = {**columns, **made}
+        return {name: known[name] for name in self._needed_after(i)}
+
+    def _needed_after(self, i: int) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self.division.columns_after(i), self.division.label)))
+
+    def _find_classes(self, i: int, made: Any) -> Tensor:
+        """What an output stands for: the last part's by its largest score, another's by its labels' read-out."""
+        if i == self.num_parts - 1:
+            return find_logits(made).argmax(-1)
+        return self.labels[i].scores(made[self.division.crossings[i].learned[0]]).argmax(-1)
+
+    @contextmanager
+    def _source(self, i: int, loader: Batches) -> Iterator[Source]:
+        size = self.batch_sizes[i]
+        if i == 0:
+            yield Loaded(self.division, loader, self.num_classes, size)
+            return
+        with Rows(self._place(i - 1) / "rows") as rows:
+            yield Stored(rows, size or self._rows, self._seed(i))
+
+    @property
+    def _rows(self) -> int:
+        """Of the example."""
+        return self.division.train.graph.batch.rows
+
+    def _seed(self, i: int) -> int:
+        return self.seed * 1009 + i
+
+    def _make_part(self, i: int) -> Part:
+        """The part with its values: the model's own, or, of a model without any, those in files, or first ones."""
+        part = Part(self.division, i)
+        if self._is_meta:
+            files = self._place(i) / "model"
+            with torch.random.fork_rng([]):
+                torch.manual_seed(self._seed(i))
+                names = {*dict(part.named_parameters()), *dict(part.named_buffers())}
+                values = _read(files) if files.exists() else dict(read_model(self.model, names))
+            part.hold({name: values[name] for name in names})
+        return part
+
+    def _make_optimizer(self, i: int, part: Part) -> torch.optim.Optimizer:
+        """The user's kind of optimizer, with its groups, over the parameters of one part."""
+        groups: dict[int, list[nn.Parameter]] = {}
+        for name, parameter in part.named_parameters():
+            if name in self._stepper.groups:
+                groups.setdefault(self._stepper.groups[name], []).append(parameter)
+        if not groups:
+            raise PackhorseError(
+                f"part {i} ({', '.join(self.standings[i].modules)}) has no parameter in the optimizer; give it model.parameters()"
+            )
+        chosen = self._stepper.read_groups()
+        rate = {} if self.rates[i] is None else {"lr": self.rates[i]}
+        kind: Any = type(self.optimizer)
+        made: torch.optim.Optimizer = kind([{**chosen[g], **rate, "params": members} for g, members in groups.items()])
+        return made
+
+    def _schedule(self, optimizer: torch.optim.Optimizer, steps: int | None) -> Any:
+        if self.scheduler is None:
+            return None
+        if steps is None:
+            raise PackhorseError(
+                "a scheduler needs to know how many steps there are, but the loader has no length: give it __len__"
+            )
+        return self.scheduler(optimizer, steps)
+
+    def _make_trainer(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, example: Any, loss: Any, store: Path, **more: Any
+    ) -> Trainer:
+        """In RAM if it fits the budget, else on disk, where there is one."""
+        make = partial(Trainer, model, optimizer, example, loss=loss, **self._options, **more)
+        if not self._on_disk:
+            return make()
+        if self._options["strategy"] == "relay" or store.exists():
+            return make(store=store, resume=True)
+        try:
+            return make()
+        except BudgetError:
+            return make(store=store, resume=True)
+
+    def _example(self, part: Part) -> dict[str, Tensor]:
+        """Columns of the right shapes; capture looks at nothing else."""
+        graph = self.division.train.graph
+        types = {value.name: value.type for value in graph.values}
+        columns = {}
+        for name in (*part.columns, self.division.label):
+            shape: Any = [size.at(self._rows) if isinstance(size, Size) else size for size in types[name].shape]
+            columns[name] = torch.zeros(shape, dtype=types[name].dtype)
+        return part.bind(columns)
+
+    @contextmanager
+    def _opened(self, i: int) -> Iterator[Callable[[Columns], Any]]:
+        """A part that is trained, as a function from columns to what it makes of them."""
+        part = self._make_part(i)
+        if self.standings[i].on_disk and self._is_meta:
+            optimizer = self._make_optimizer(i, part)
+            loss = None if part.is_last else _LabelLoss(self.labels[i])
+            with self._make_trainer(part, optimizer, self._example(part), loss, self._place(i) / "store") as trainer:
+                yield lambda columns: trainer.predict(_without_label(part.bind(columns)))
+            return
+        part.eval()
+        with torch.no_grad():
+            yield lambda columns: part(**_without_label(part.bind(columns)))
+        part.train()
+
+    def _tell(self, progress: Progress) -> None:
+        if self.progress is not None:
+            self.progress(progress)
+
+    # -- what is kept
+
+    def _place(self, i: int) -> Path:
+        return self._directory / f"part{i}"
+
+    def _open(self, resume: bool, labels: str) -> None:
+        """A directory that holds a run is continued if asked; it must be this run."""
+        header = {
+            "fingerprint": find_fingerprint(self.division.train.graph),
+            "cuts": [cut.index for cut in self.division.train.cuts],
+            "labels": labels,
+            "num_classes": self.num_classes,
+            "mode": self.mode,
+            "seed": self.seed,
+        }
+        path = self._directory / HEADER
+        if path.exists():
+            if not resume and find_rank() is None:
+                raise StoreError(
+                    f"{self._directory} holds a run; pass resume=True to continue it, or choose another directory"
+                )
+            found = unseal(path)
+            for key, value in header.items():
+                if found.get(key) != value:
+                    raise StoreError(
+                        f"{self._directory} holds a run with another {key}: {found.get(key)}, here {value}; choose another"
+                    )
+            for i in range(self.num_parts):
+                self._look_again(i)
+        else:
+            try:
+                self._directory.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise StoreError(
+                    f"{self._directory} cannot be made: {error.strerror}; choose another directory"
+                ) from error
+            replace_small(FileSystem(), path, seal(header), sync=True)
+
+    def _look_again(self, i: int) -> None:
+        """What another process, or an earlier run, has made of a part."""
+        self.standings[i].load(self._place(i))
+        files = self._place(i) / "model"
+        if not self._is_meta and (self.standings[i].done or self.standings[i].trained) and files.exists():
+            part, values = Part(self.division, i), _read(files)
+            with torch.no_grad():
+                for name, tensor in [*part.named_parameters(), *part.named_buffers()]:
+                    if name in values:
+                        tensor.copy_(values[name])
+
+    def _read_values(self) -> dict[str, Callable[[], Tensor]]:
+        """All trained values by name, read when asked for."""
+        if not self._is_meta:
+            tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
+            return {name: partial(Tensor.detach, tensor) for name, tensor in tensors}
+        if (self._directory / "recovered").exists():
+            places = [self._directory / "recovered"]
+        else:
+            places = [self._place(i) / "model" for i in range(self.num_parts) if (self._place(i) / "model").exists()]
+        return {name: tensor.load for place in places for name, tensor in SafetensorsFiles(place).items()}
+
+    def _describe(self, i: int) -> Standing:
+        segment, graph = self.division.train.segments[i], self.division.train.graph
+        crossing = 0
+        if i < self.num_parts - 1:
+            learned = self.division.crossings[i].learned[0]
+            crossing = next(v.nbytes for v in graph.values if v.name == learned) // self._rows
+        return Standing(
+            segment.modules,
+            sum(torch.Size(graph.parameters[name].shape).numel() for name in segment.parameters),
+            self.division.planned[i],
+            3 * segment.flops / self._rows,
+            crossing,
+        )
+
+
+class _LabelLoss:
+    """The loss of labels as `ph.Trainer` calls it."""
+
+    def __init__(self, labels: Labels):
+        self.labels = labels
+
+    def __call__(self, output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        return self.labels.loss(output, batch[LABEL])
+
+
+def _without_label(arguments: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in arguments.items() if name != LABEL}
+
+
+def _read(directory: Path) -> dict[str, Tensor]:
+    return {name: tensor.load() for name, tensor in SafetensorsFiles(directory).items()}
+
+
+def _one_each(given: Any, num_parts: int, name: str) -> list[Any]:
+    """One for each part, from one for all or as many as parts."""
+    if not isinstance(given, (list, tuple)):
+        return [given] * num_parts
+    if len(given) != num_parts:
+        raise PackhorseError(
+            f"{name} has {len(given)} entries for {num_parts} parts; give one for all, or one for each"
+        )
+    return list(given)
+
+
+def _check_choices(mode: str, parts: int | None, cuts: Sequence[str], num_classes: int, refine: int) -> None:
+    if mode not in ("sequential", "parallel"):
+        raise PackhorseError(f"mode is {mode!r}, expected one of sequential, parallel")
+    if (parts is None) == (not cuts):
+        raise PackhorseError("give either parts, how many, or cuts, the modules after which to cut")
+    if isinstance(cuts, str):
+        raise PackhorseError(f"cuts is the text {cuts!r}, expected a list of module names")
+    if isinstance(num_classes, bool) or not isinstance(num_classes, int) or num_classes < 2:
+        raise PackhorseError(f"num_classes is {num_classes!r}, expected a number of at least 2")
+    if refine < 0:
+        raise PackhorseError(f"refine is {refine}, expected a number of epochs, or 0 for none")
