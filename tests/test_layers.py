@@ -40,6 +40,7 @@ LAYERS = [
     "execute",
     "trainer",
     "verify",
+    "sil",
     "models",
     "data",
     "chart",

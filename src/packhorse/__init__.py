@@ -20,6 +20,7 @@ from packhorse.memory import Memory
 from packhorse.partition import Partition, Segment, partition
 from packhorse.plan import Plan
 from packhorse.search import make_plan
+from packhorse.sil import SegmentedTrainer
 from packhorse.store import DiskStore, RamStore
 from packhorse.trainer import Trainer
 from packhorse.verify import Verification, verify
@@ -44,6 +45,7 @@ __all__ = [
     "RamStore",
     "ScheduleError",
     "Segment",
+    "SegmentedTrainer",
     "StoreError",
     "Trainer",
     "Verification",

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from packhorse.archive import check_store, describe_store, export_store, reclaim
-from packhorse.data import open_data
+from packhorse.data import open_data, open_labelled
 from packhorse.errors import BudgetError, PackhorseError
 from packhorse.graph import capture
 from packhorse.machine import Machine, find_machine
@@ -36,6 +36,8 @@ from packhorse.report import (
     verification_table,
 )
 from packhorse.search import make_plan
+from packhorse.sil import Progress as PartProgress
+from packhorse.sil import SegmentedTrainer
 from packhorse.store import DiskStore
 from packhorse.trainer import Trainer
 from packhorse.units import format_bytes, parse_bytes
@@ -194,6 +196,85 @@ def train(
             if not is_compared:
                 progress.console.print(f"planned and measured: {trainer.compare()}")
                 is_compared = True
+
+
+@app.command()
+def sil(
+    model: Model,
+    parts: Annotated[int | None, typer.Option(min=1, help="Into how many parts of about equal memory.")] = None,
+    cut: Annotated[list[str] | None, typer.Option(help="Or cut after this module. May be repeated.")] = None,
+    data: Annotated[str | None, typer.Option(help="A safetensors file with x and y. Default: made-up classes.")] = None,
+    test: Annotated[str | None, typer.Option(help="Another one, to measure accuracy on. Default: the same.")] = None,
+    classes: Annotated[int | None, typer.Option(min=2, help="How many there are. Default: as the data has.")] = None,
+    labels: Annotated[str, typer.Option(help="At the cuts: readout, hadamard or uniform.")] = "readout",
+    mode: Annotated[
+        str, typer.Option(help="sequential, or parallel: all parts at once, a process each.")
+    ] = "sequential",
+    epochs: Annotated[int, typer.Option(min=1, help="Of each part.")] = 1,
+    refine: Annotated[int, typer.Option(min=0, help="Epochs on real inputs after parallel ones.")] = 1,
+    recover: Annotated[int, typer.Option(min=0, help="Epochs of ordinary training of the joined model.")] = 0,
+    rows: Rows = 256,
+    memory: Memory = None,
+    store: Store = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the store, if it holds one.")] = False,
+    strategy: Annotated[str, typer.Option(help="Of each part: auto, resident or relay.")] = "auto",
+    optimizer: Optimizer = "adamw",
+    rate: Rate = 1e-3,
+    save: Annotated[Path | None, typer.Option(help="Where the joined model goes, as safetensors.")] = None,
+    seed: Annotated[int, typer.Option(help="Of first values, data and labels.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Train a classifier in parts that know nothing of each other, on synthetic labels where it is cut."""
+    torch.manual_seed(seed)
+    task = load_task(model, rows=rows, device="cpu" if store is None else "meta")
+    count = classes or 10
+    loader = open_labelled(data, task, rows, count, seed)
+    if classes is None and data is not None:
+        count = int(loader.y.max()) + 1
+    tested = open_labelled(test or data, task, rows, count, None)
+    console = Console(quiet=as_json)
+    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=as_json or mode == "parallel") as progress:
+        bars: dict[int, Any] = {}
+
+        def tell(p: PartProgress) -> None:
+            if p.part not in bars:
+                bars[p.part] = progress.add_task("", total=p.steps)
+            name = f"part {p.part}" if p.part < p.num_parts else "recovery"
+            description = f"{name}  epoch {p.epoch + 1}/{p.epochs}  loss {p.loss:.4f}"
+            progress.update(bars[p.part], completed=p.step, description=description)
+
+        with SegmentedTrainer(
+            task.model,
+            _optimizer_maker(optimizer)(task.model.parameters(), lr=rate),
+            next(iter(loader)),
+            num_classes=count,
+            parts=parts if parts is not None or cut else 2,
+            cuts=cut or (),
+            labels=labels,
+            mode=mode,  # type: ignore[arg-type]  # it checks these
+            strategy=strategy,  # type: ignore[arg-type]  # likewise
+            refine=refine,
+            memory=memory,
+            store=store,
+            resume=resume,
+            seed=seed,
+            progress=tell,
+        ) as trainer:
+            trainer.fit(loader, epochs)
+            accuracy = trainer.evaluate(tested)
+            described = trainer.describe() | {"accuracy": accuracy}
+            report = trainer.report()
+            if recover:
+                trainer.recover(loader, recover)
+                described["recovered"] = trainer.evaluate(tested)
+            if save is not None:
+                trainer.save(save)
+    if as_json:
+        typer.echo(json.dumps(described, indent=2))
+        return
+    console.print(Text(report))
+    console.print(f"accuracy {accuracy:.2%}" + (f", recovered {described['recovered']:.2%}" if recover else ""))
 
 
 @app.command()

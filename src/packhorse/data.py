@@ -76,6 +76,51 @@ class Same:
         return self.example
 
 
+class Labelled:
+    """Batches `(x, y)` of rows in memory, shuffled anew each time they are gone through, or in order."""
+
+    def __init__(self, x: Tensor, y: Tensor, rows: int, *, seed: int | None):
+        self.x, self.y, self.rows, self.seed, self.epoch = x, y, rows, seed, 0
+
+    @property
+    def dataset(self) -> Tensor:
+        """As DataLoader has it: one row an example."""
+        return self.y
+
+    def __len__(self) -> int:
+        return -(-len(self.y) // self.rows)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        order = torch.arange(len(self.y))
+        if self.seed is not None:
+            order = torch.randperm(
+                len(self.y), generator=torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+            )
+            self.epoch += 1
+        for chosen in order.split(self.rows):
+            yield self.x[chosen], self.y[chosen]
+
+
+def open_labelled(data: str | None, task: Task, rows: int, num_classes: int, seed: int | None) -> Labelled:
+    """A safetensors file with `x` and `y`; without one, noise around a point for each class."""
+    if not (isinstance(task.example, tuple) and len(task.example) == 2):
+        raise PackhorseError(f"{task.name} is no classifier of (x, y): its batch is {type(task.example).__name__}")
+    if data is not None:
+        files = SafetensorsFiles(Path(data))
+        missing = [name for name in ("x", "y") if name not in files]
+        if missing:
+            raise PackhorseError(
+                f"--data {data} has no tensor {missing[0]!r}; expected x, [rows, ...], and y, [rows] of classes"
+            )
+        return Labelled(files["x"].load(), files["y"].load(), rows, seed=seed)
+    shape = task.example[0].shape[1:]
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(num_classes, *shape, generator=generator)
+    generator.manual_seed(1 if seed is None else 2)
+    y = torch.randint(num_classes, (32 * rows,), generator=generator)
+    return Labelled(centres[y] + 4 * torch.randn(len(y), *shape, generator=generator), y, rows, seed=seed)
+
+
 def open_data(data: str | None, task: Task, rows: int, seed: int) -> Batches:
     """`python` is the text of this installation's own sources; else a text file, a directory of text, or a safetensors file."""
     if data is None:

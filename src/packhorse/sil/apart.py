@@ -1,7 +1,7 @@
 """Parts at once: each in a process of its own, one thread each, that talk to no other while they train.
 
-In: work for each part. Out: it is done. Under torchrun the ranks are the processes, and share the parts among them; else as many
-processes as parts are forked from this one.
+In: work for each part. Out: it is done. Under torchrun the ranks are the processes, and share the parts among them; else as
+many processes as parts are forked from this one.
 """
 
 import multiprocessing

@@ -25,7 +25,6 @@ from packhorse.partition import (
     find_live,
     find_places,
     partition,
-    partition_like,
 )
 from packhorse.precision import Precision
 
@@ -301,7 +300,10 @@ def _why_not(graph: Graph, place: Place) -> str:
         return f"labels need a floating-point value that training can change, but what crosses there is {kinds}"
     if len(learned) > 1:
         names = ", ".join(str(graph.nodes[graph.producers[i]]) for i in learned)
-        return f"{len(learned)} values that training changes cross there ({names}), and labels are for one; cut where skips are closed"
+        return (
+            f"{len(learned)} values that training changes cross there ({names}), and labels are for one; cut where no skip "
+            "connection is open"
+        )
     without_rows = [v for v in live if not (v.type.shape and isinstance(v.type.shape[0], Size))]
     if without_rows:
         shape = list(without_rows[0].type.shape)
@@ -357,12 +359,8 @@ def _balance(graph: Graph, places: Mapping[int, Place], stepper: Stepper, parts:
 
 def _candidates(graph: Graph, places: Mapping[int, Place], activated: bool) -> list[Place]:
     """Places where a part may end, one for each way to separate the parameters."""
-    firsts: dict[int, int] = {}
-    for i, node in enumerate(graph.nodes):
-        for operand in node.operands:
-            if graph.values[operand].kind == "parameter" and graph.values[operand].type.differentiable:
-                firsts.setdefault(operand, i)
-    starts = sorted(set(firsts.values()))
+    firsts = _find_first_uses(graph)
+    starts = sorted({first for name, first in firsts.items() if graph.parameters[name].trainable})
     found = []
     for first, following in itertools.pairwise(starts):
         between = [places[i] for i in range(first + 1, following + 1) if i in places and not _why_not(graph, places[i])]
@@ -398,25 +396,37 @@ def _refuse_ties(train: Partition) -> None:
 
 
 def _cut_alike(graph: Graph, train: Partition) -> Partition:
-    """The graph of prediction, cut where that of training is: behind the same operation of the same module.
+    """The graph of prediction, cut where that of training is: between the same parameters, behind the same operation.
 
-    Where evaluation leaves that operation out, as it does a dropout, any place that separates the same parameters will do.
+    Where evaluation leaves that operation out, as it does a dropout, the lightest place between them will do.
     """
     depends = _find_dependents(graph)
+    firsts = _find_first_uses(graph)
     single = [p for p in find_places(graph) if p.legal and len(_find_learned(graph, p, depends)) == 1]
     chosen = []
-    for cut, near in zip(train.cuts, partition_like(graph, train).cuts, strict=True):
+    for cut in train.cuts:
         (learned,) = _find_learned(train.graph, cut)
         maker = _describe_maker(train.graph, learned)
-        alike = [p for p in single if _describe_maker(graph, _find_learned(graph, p, depends)[0]) == maker]
-        found = min(alike or single, key=lambda p: (abs(p.index - near.index), p.index), default=None)
-        if found is None or not (alike or found.index == near.index):
+        before = {name for name, first in _find_first_uses(train.graph).items() if first < cut.index}
+        between = [p for p in single if all((first < p.index) == (name in before) for name, first in firsts.items())]
+        alike = [p for p in between if _describe_maker(graph, _find_learned(graph, p, depends)[0]) == maker]
+        if not between:
             raise PartitionError(
                 f"a part would end after {maker[0]} in {maker[1] or 'the model'}, but evaluation takes another way there; cut "
                 "elsewhere"
             )
-        chosen.append(found)
+        chosen.append(alike[-1] if alike else min(between, key=lambda p: (p.nbytes, p.index)))
     return Partition(graph, tuple(chosen))
+
+
+def _find_first_uses(graph: Graph) -> dict[str, int]:
+    """Of every parameter that is used, the first node that reads it."""
+    firsts: dict[str, int] = {}
+    for i, node in enumerate(graph.nodes):
+        for operand in node.operands:
+            if graph.values[operand].kind == "parameter":
+                firsts.setdefault(graph.values[operand].name, i)
+    return firsts
 
 
 def _describe_maker(graph: Graph, value: int) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 """Rows on disk: what a finished part made of the training set, one file a column, read in any order.
 
-In: batches of columns. Out: `Rows`, batches of the same rows, shuffled or not. Nothing is held in memory: a batch is read when it
-is asked for, with ordinary reads, whose pages belong to the system and not to the process.
+In: batches of columns. Out: `Rows`, batches of the same rows, shuffled or not. Nothing is held in memory: a batch is read when
+it is asked for, with ordinary reads, whose pages belong to the system and not to the process.
 """
 
 import itertools

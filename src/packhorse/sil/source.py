@@ -120,10 +120,11 @@ def take_apart(batch: Any) -> tuple[Any, Tensor]:
 def check_classes(y: Tensor, num_classes: int) -> None:
     if y.is_floating_point() or y.ndim != 1:
         raise BatchError(
-            f"y is {str(y.dtype).removeprefix('torch.')}{list(y.shape)}, expected one integer class a row: synthetic labels are a "
-            "vector a class, so regression and soft targets have none; train those with ph.Trainer(strategy='relay')"
+            f"y is {str(y.dtype).removeprefix('torch.')}{list(y.shape)}, expected one integer class a row: synthetic labels "
+            "are a vector a class, so regression and soft targets have none; train those with ph.Trainer(strategy='relay')"
         )
     if len(y) and not 0 <= int(y.min()) <= int(y.max()) < num_classes:
         raise BatchError(
-            f"y has classes from {int(y.min())} to {int(y.max())}, expected 0 to {num_classes - 1}: num_classes is {num_classes}"
+            f"y has classes from {int(y.min())} to {int(y.max())}, expected 0 to {num_classes - 1}: num_classes is "
+            f"{num_classes}"
         )

@@ -1,8 +1,8 @@
 """`ph.SegmentedTrainer`: parts of a model trained apart, on synthetic labels where it is cut.
 
-In: a model, an optimizer, batches `(x, y)`, how many parts. Out: the same model, trained. Parts train one after another, each on
-what the one before it made of the training set, kept on disk; or all at once, in processes that share nothing but a seed, the
-later ones on made-up inputs first. Only one part at a time needs memory. Each is trained by `ph.Trainer`, by relay if need be.
+In: a model, an optimizer, batches `(x, y)`, how many parts. Out: the same model, trained. Parts train one after another, each
+on what the one before it made of the training set, kept on disk; or all at once, in processes that share nothing but a seed,
+the later ones on made-up inputs first. Only one part at a time needs memory. Each is trained by `ph.Trainer`, by relay if need be.
 """
 
 import logging
@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -33,6 +34,7 @@ from packhorse.sil.standing import Progress, Standing
 from packhorse.state import find_config
 from packhorse.store.files import FileSystem, replace_small, seal, unseal
 from packhorse.trainer import Trainer
+from packhorse.units import format_bytes, format_seconds
 from packhorse.weights import SafetensorsFiles, read_model
 
 logger = logging.getLogger("packhorse")
@@ -92,6 +94,7 @@ class SegmentedTrainer:
             "seed": seed,
         }
         scheme = find_scheme(labels)
+        self._scheme = repr(scheme)
         self._stepper = Stepper(optimizer, model)
         self.division = divide(
             model,
@@ -114,7 +117,7 @@ class SegmentedTrainer:
         self._temporary = None if store is not None else tempfile.TemporaryDirectory(prefix="packhorse-")
         self._on_disk = store is not None
         self._directory = Path(store if self._temporary is None else self._temporary.name)  # type: ignore[arg-type]
-        self._open(resume, repr(scheme))
+        self._open(resume)
 
     @property
     def num_parts(self) -> int:
@@ -122,9 +125,21 @@ class SegmentedTrainer:
 
     # -- the verbs
 
-    def fit(self, loader: Batches, epochs: int | Sequence[int] = 1) -> None:
-        """Trains all parts; those that an earlier run has finished are not trained again."""
+    def fit(self, loader: Batches, epochs: int | Sequence[int] = 1, *, only: int | None = None) -> None:
+        """Trains all parts; those that an earlier run has finished are not trained again.
+
+        `only` one, in this process: on machines that never talk each trains its own (mode="parallel"). Brought together in one
+        store, with resume=True, `fit` goes on from there.
+        """
         counts = _one_each(epochs, self.num_parts, "epochs")
+        if only is not None:
+            if self.mode != "parallel" or not 0 <= only < self.num_parts:
+                raise PackhorseError(
+                    f"only is {only}, expected one of {self.num_parts} parts, from 0 on, and mode='parallel'; here mode is "
+                    f"{self.mode!r}"
+                )
+            self._train_apart(loader, counts, only)
+            return
         parallel = self.mode == "parallel" and self.num_parts > 1
         if parallel:
             run_apart(partial(self._train_apart, loader, counts), self.num_parts)
@@ -214,6 +229,47 @@ class SegmentedTrainer:
             yield (fresh[name] if name in fresh else values[name]()).detach().cpu().contiguous().flatten()
 
         return write_checkpoint(directory, entries, read, find_config(self.model))
+
+    def describe(self) -> dict[str, Any]:
+        """What each part is and took, beside the model in one piece."""
+        parts = [{"part": i, **asdict(s), "flops": s.flops} for i, s in enumerate(self.standings)]
+        rows = max(s.rows for s in self.standings)
+        return {
+            "mode": self.mode,
+            "parts": parts,
+            "planned_bytes": max(self.division.planned),
+            "planned_ratio": max(self.division.planned) / self.division.planned_whole,
+            "exchanged_bytes": sum(s.stored_bytes for s in self.standings),
+            "conventional": {
+                "planned_bytes": self.division.planned_whole,
+                "flops": sum(s.flops_per_row for s in self.standings) * rows,
+                "pipeline_bytes": sum(2 * s.crossing_bytes_per_row for s in self.standings) * rows,
+            },
+        }
+
+    def report(self) -> str:
+        """The same for a person to read."""
+        described = self.describe()
+        lines = [f"{len(self.standings)} parts, {self.mode}, labels {self._scheme}"]
+        for i, s in enumerate(self.standings):
+            took = (
+                "" if not s.steps else f", {format_seconds(s.seconds)} for {s.steps} steps, {s.flops / 1e12:.3g} TFLOP"
+            )
+            grown = "" if s.grown_bytes is None else f" ({format_bytes(s.grown_bytes)} measured)"
+            handed = f", hands on {format_bytes(s.stored_bytes)}" if s.stored_bytes else ""
+            what = "of the model" if i == self.num_parts - 1 else "by read-out"
+            accuracy = "" if s.accuracy is None else f", accuracy {what} {s.accuracy:.2%}"
+            lines.append(
+                f"part {i}: {' '.join(s.modules[:1])} ... {s.num_parameters} parameters, {format_bytes(s.planned_bytes)} "
+                f"planned{grown}{took}{handed}{accuracy}"
+            )
+        whole = described["conventional"]
+        lines.append(
+            f"in one piece: {format_bytes(whole['planned_bytes'])} planned, {described['planned_ratio']:.2f} of that here; "
+            f"{whole['flops'] / 1e12:.3g} TFLOP; a pipeline with these cuts would exchange "
+            f"{format_bytes(whole['pipeline_bytes'])}, here {format_bytes(described['exchanged_bytes'])} were"
+        )
+        return "\n".join(lines)
 
     def close(self) -> None:
         if self._temporary is not None:
@@ -334,7 +390,8 @@ class SegmentedTrainer:
                 groups.setdefault(self._stepper.groups[name], []).append(parameter)
         if not groups:
             raise PackhorseError(
-                f"part {i} ({', '.join(self.standings[i].modules)}) has no parameter in the optimizer; give it model.parameters()"
+                f"part {i} ({', '.join(self.standings[i].modules)}) has no parameter in the optimizer; give it "
+                "model.parameters()"
             )
         chosen = self._stepper.read_groups()
         rate = {} if self.rates[i] is None else {"lr": self.rates[i]}
@@ -399,12 +456,12 @@ class SegmentedTrainer:
     def _place(self, i: int) -> Path:
         return self._directory / f"part{i}"
 
-    def _open(self, resume: bool, labels: str) -> None:
+    def _open(self, resume: bool) -> None:
         """A directory that holds a run is continued if asked; it must be this run."""
         header = {
             "fingerprint": find_fingerprint(self.division.train.graph),
             "cuts": [cut.index for cut in self.division.train.cuts],
-            "labels": labels,
+            "labels": self._scheme,
             "num_classes": self.num_classes,
             "mode": self.mode,
             "seed": self.seed,

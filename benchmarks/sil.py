@@ -1,0 +1,317 @@
+"""Parts that train apart, on real data, beside conventional training.
+
+    python benchmarks/sil.py emnist    # EMNIST Letters: 2, 3 and 6 parts, labels, kappa, processes at once; accuracy by seed
+    python benchmarks/sil.py memory    # a net ten times wider: peak memory of each part's process against conventional
+    python benchmarks/sil.py wall      # two parts at once on two cores against conventional on one and on two: seconds
+    python benchmarks/sil.py cifar     # CIFAR-10 (JPEG), a convolutional net
+    python benchmarks/sil.py sst2      # SST-2, a small transformer
+
+Every run is a process of its own with one thread; two run at a time where only accuracy is asked. --seeds, --only, --epochs.
+"""
+
+import argparse
+import multiprocessing
+import resource
+import statistics
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from results_file import load, save
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a model is trained: in parts, or, without cuts, conventionally."""
+
+    cuts: tuple[str, ...] = ()
+    labels: str = "readout"
+    options: dict[str, Any] = field(default_factory=dict)  # of the labels
+    mode: str = "sequential"
+    refine: int = 1
+
+
+TWO, MEMORY, THREE = ("layers.2",), ("layers.0",), ("layers.0", "layers.1")
+SIX = tuple(f"layers.{i}" for i in range(5))
+
+EMNIST: dict[str, Way] = {
+    "conventional": Way(),
+    "two parts, readout": Way(TWO),
+    "two parts, hadamard": Way(TWO, "hadamard"),
+    "two parts, uniform": Way(TWO, "uniform"),
+    "two parts for memory": Way(MEMORY),
+    "three parts": Way(THREE),
+    "six parts": Way(SIX),
+    "six parts, uniform": Way(SIX, "uniform"),
+    **{f"two parts, uniform, kappa {k}": Way(TWO, "uniform", {"kappa": k}) for k in (0.01, 0.1, 10.0)},
+    "two parts at once, not refined": Way(TWO, "hadamard", mode="parallel", refine=0),
+    "two parts at once": Way(TWO, "hadamard", mode="parallel"),
+}
+CIFAR: dict[str, Way] = {
+    "conventional": Way(),
+    **{f"two parts, {name}": Way(("4",), name) for name in ("readout", "hadamard", "uniform")},
+    "three parts, readout": Way(("1", "4")),
+}
+SST2: dict[str, Way] = {
+    "conventional": Way(),
+    **{f"two parts, {name}": Way(("blocks.1",), name) for name in ("readout", "hadamard", "uniform")},
+    "three parts, readout": Way(("blocks.0", "blocks.2")),
+}
+
+
+def make_mlp(times: int = 1, device: str = "cpu") -> Any:
+    import torch
+
+    from packhorse.models import MLP
+
+    with torch.device(device):
+        return MLP([784, *(times * width for width in (512, 512, 256, 256, 128)), 26])
+
+
+def make_convolutions() -> Any:
+    """Six convolutions and a linear layer: 10 classes of 32 x 32 images."""
+    from torch import nn
+
+    def block(a: int, b: int, stride: int) -> Any:
+        return nn.Sequential(nn.Conv2d(a, b, 3, stride, 1, bias=False), nn.BatchNorm2d(b), nn.ReLU())
+
+    widths = [(3, 32, 1), (32, 32, 2), (32, 64, 1), (64, 64, 2), (64, 128, 1), (128, 128, 2)]
+    return nn.Sequential(*(block(*w) for w in widths), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(512, 10))
+
+
+def make_transformer(vocabulary: int) -> Any:
+    import torch
+    from torch import Tensor, nn
+
+    class Transformer(nn.Module):
+        """Four layers of width 128; padding takes no part."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.places = nn.Embedding(vocabulary, 128), nn.Parameter(0.02 * torch.randn(48, 128))
+            self.blocks = nn.ModuleList(
+                nn.TransformerEncoderLayer(128, 4, 256, 0.1, batch_first=True, norm_first=True) for _ in range(4)
+            )
+            self.head = nn.Linear(128, 2)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            padding = tokens == 0
+            x = self.words(tokens) + self.places
+            for layer in self.blocks:
+                x = layer(x, src_key_padding_mask=padding)
+            return self.head(x.mean(1))
+
+    return Transformer()
+
+
+def cosine(optimizer: Any, steps: int) -> Any:
+    import torch
+
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+
+
+def load_task(task: str) -> tuple[Any, Any, Any, int]:
+    """(train, test, a function that makes the model, classes)."""
+    import datasets
+
+    if task == "emnist":
+        return *datasets.load_emnist(), make_mlp, 26
+    if task == "cifar":
+        return *datasets.load_cifar(), make_convolutions, 10
+    train, test, vocabulary = datasets.load_sst2()
+    return train, test, partial(make_transformer, vocabulary), 2
+
+
+def run(task: str, way: Way, seed: int, epochs: int, rate: float, threads: int = 1) -> dict[str, Any]:
+    """One training; accuracy on held-out data in per cent, that of every part's own read-out, seconds, bytes."""
+    import torch
+
+    torch.set_num_threads(threads)
+    import packhorse as ph
+    from packhorse.data import Labelled
+    from packhorse.sil import labels as schemes
+
+    train, test, make, classes = load_task(task)
+    torch.manual_seed(seed)
+    model = make()
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+    loader, held_out = Labelled(*train, 256, seed=seed), Labelled(*test, 1000, seed=None)
+    started = time.perf_counter()
+    if not way.cuts:
+        scheduler = cosine(optimizer, epochs * len(loader))
+        for _ in range(epochs):
+            for x, y in loader:
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                scheduler.step()
+        seconds = time.perf_counter() - started
+        model.eval()
+        with torch.no_grad():
+            right = sum(int((model(x).argmax(1) == y).sum()) for x, y in held_out)
+        return {"accuracy": 100 * right / len(test[1]), "seconds": round(seconds, 1)}
+    scheme = {"readout": schemes.Readout, "hadamard": schemes.Hadamard, "uniform": schemes.Uniform}[way.labels]
+    with ph.SegmentedTrainer(
+        model,
+        optimizer,
+        next(iter(loader)),
+        num_classes=classes,
+        cuts=way.cuts,
+        labels=scheme(**way.options),
+        mode=way.mode,  # type: ignore[arg-type]  # it checks
+        refine=way.refine,
+        scheduler=cosine,
+        seed=seed,
+    ) as trainer:
+        trainer.fit(loader, epochs)
+        seconds = time.perf_counter() - started
+        accuracy = trainer.evaluate(held_out)
+        described = trainer.describe()
+    return {
+        "accuracy": 100 * accuracy,
+        "read-outs": [round(100 * s.accuracy, 2) for s in trainer.standings[:-1]],
+        "seconds": round(seconds, 1),
+        "planned memory ratio": round(described["planned_ratio"], 3),
+        "exchanged_bytes": described["exchanged_bytes"],
+        "pipeline_bytes": described["conventional"]["pipeline_bytes"],
+    }
+
+
+def measure_accuracy(task: str, ways: dict[str, Way], options: argparse.Namespace) -> dict[str, Any]:
+    name = options.name or f"sil_{task}"
+    results = load(name) if options.further else {}
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.processes, mp_context=context, max_tasks_per_child=1) as pool:
+        waiting = {
+            (title, seed): pool.submit(run, task, way, seed, options.epochs, options.rate)
+            for seed in range(options.seeds)
+            for title, way in ways.items()
+            if (not options.only or title in options.only) and str(seed) not in results.get(title, {}).get("runs", {})
+        }
+        for (title, seed), future in waiting.items():
+            found = future.result()
+            results.setdefault(title, {"runs": {}})["runs"][str(seed)] = found
+            print(title, seed, found, flush=True)
+            save(name, summarise(results))
+    return summarise(results)
+
+
+def summarise(results: dict[str, Any]) -> dict[str, Any]:
+    """Means and spreads over seeds, and the gap to conventional training of the same seed."""
+    conventional = results.get("conventional", {}).get("runs", {})
+    for found in results.values():
+        runs = found["runs"]
+        accuracies = [r["accuracy"] for r in runs.values()]
+        found["mean"] = round(statistics.fmean(accuracies), 3)
+        found["spread"] = round(statistics.stdev(accuracies), 3) if len(accuracies) > 1 else None
+        gaps = [conventional[seed]["accuracy"] - r["accuracy"] for seed, r in runs.items() if seed in conventional]
+        found["mean gap"] = round(statistics.fmean(gaps), 3) if gaps else None
+    return results
+
+
+# -- memory and wall time
+
+
+def grow(cuts: tuple[str, ...], part: int | None, steps: int) -> dict[str, Any]:
+    """Trains one part of the wide net, or all of it conventionally; by how much the process grew beyond what it had before."""
+    import torch
+
+    torch.set_num_threads(1)
+    import packhorse as ph
+    from packhorse.data import Labelled
+    from packhorse.memory import resident_bytes
+
+    times, rows = 10, 256
+    x, y = torch.randn(rows, 784), torch.randint(26, (rows,))
+    model = make_mlp(times, "cpu" if part is None else "meta")
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    if part is None:
+        base = resident_bytes() - sum(p.nbytes for p in model.parameters())
+        for _ in range(steps):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return {"grown_mb": round((peak - base) / 1e6, 1), "parameters": sum(p.numel() for p in model.parameters())}
+    with ph.SegmentedTrainer(
+        model, optimizer, (x, y), num_classes=26, cuts=cuts, labels="hadamard", mode="parallel"
+    ) as trainer:
+        base = resident_bytes()
+        trainer.fit(Labelled(x, y, rows, seed=0), steps, only=part)
+        division = trainer.division
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {
+        "grown_mb": round((peak - base) / 1e6, 1),
+        "planned ratio": round(division.planned[part] / division.planned_whole, 3),
+        "parameters": trainer.standings[part].num_parameters,
+    }
+
+
+def in_child(work: Any, *arguments: Any) -> Any:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(work, *arguments).result()
+
+
+def measure_memory(options: argparse.Namespace) -> dict[str, Any]:
+    whole = in_child(grow, (), None, 3)
+    results: dict[str, Any] = {"conventional": whole}
+    for title, cuts in (
+        ("two parts", TWO),
+        ("two parts for memory", MEMORY),
+        ("three parts", THREE),
+        ("six parts", SIX),
+    ):
+        for part in range(len(cuts) + 1):
+            found = in_child(grow, cuts, part, 3)
+            found["measured ratio"] = round(found["grown_mb"] / whole["grown_mb"], 3)
+            results.setdefault(title, {})[f"part {part}"] = found
+        largest = max(results[title].values(), key=lambda p: p["grown_mb"])
+        results[title]["largest"] = {key: largest[key] for key in ("planned ratio", "measured ratio")}
+        print(title, results[title], flush=True)
+    return results
+
+
+def measure_wall(options: argparse.Namespace) -> dict[str, Any]:
+    """Nothing else runs; ways take turns."""
+    ways = {
+        "conventional, one core": (Way(), 1),
+        "conventional, two cores": (Way(), 2),
+        "two parts at once, one core each": (Way(TWO, "hadamard", mode="parallel"), 1),
+    }
+    results: dict[str, Any] = {name: {"runs": {}} for name in ways}
+    for seed in range(options.seeds):
+        for name, (way, threads) in ways.items():
+            found = in_child(run, "emnist", way, seed, options.epochs, options.rate, threads)
+            results[name]["runs"][str(seed)] = found
+            print(name, seed, found, flush=True)
+    for found in results.values():
+        found["median seconds"] = statistics.median(r["seconds"] for r in found["runs"].values())
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("question", choices=["emnist", "memory", "wall", "cifar", "sst2"])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--only", nargs="*", help="ways, by name")
+    parser.add_argument("--further", action="store_true", help="runs that the result file does not have yet")
+    parser.add_argument("--name", help="of the result file")
+    options = parser.parse_args()
+    name = options.name or f"sil_{options.question}"
+    if options.question == "memory":
+        save(name, measure_memory(options))
+    elif options.question == "wall":
+        save(name, measure_wall(options))
+    else:
+        ways = {"emnist": EMNIST, "cifar": CIFAR, "sst2": SST2}[options.question]
+        save(name, measure_accuracy(options.question, ways, options))
+
+
+if __name__ == "__main__":
+    main()

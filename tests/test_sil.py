@@ -1,0 +1,577 @@
+"""Parts that train apart: same values as plain loops over the parts, stores, processes, faults, wrong inputs."""
+
+import copy
+import errno
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import packhorse as ph
+from packhorse.data import Labelled
+from packhorse.models import MLP
+from packhorse.sil import Hadamard, Readout, Site, Uniform, apart
+from packhorse.sil.labels import Reading
+from packhorse.sil.rows import INDEX, Rows, RowsWriter
+from packhorse.weights import SafetensorsFiles
+
+WIDTHS = (12, 16, 16, 16, 4)
+
+
+def make_data(rows: int = 96, batch: int = 16, seed: int | None = 3) -> Labelled:
+    generator = torch.Generator().manual_seed(1)
+    centres = torch.randn(4, 12, generator=generator)
+    y = torch.randint(4, (rows,), generator=generator)
+    return Labelled(centres[y] + 0.5 * torch.randn(rows, 12, generator=generator), y, batch, seed=seed)
+
+
+def make_trainer(model: nn.Module | None = None, **options: Any) -> ph.SegmentedTrainer:
+    model = model or make_model()
+    data = make_data()
+    options = {"num_classes": 4, "labels": "hadamard"} | options
+    if "parts" not in options and "cuts" not in options:
+        options["cuts"] = ["layers.1"]
+    return ph.SegmentedTrainer(model, torch.optim.Adam(model.parameters(), lr=1e-2), next(iter(data)), **options)
+
+
+def make_model(device: str = "cpu") -> MLP:
+    torch.manual_seed(0)
+    with torch.device(device):
+        return MLP(WIDTHS)
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def assert_equal(found: Any, expected: dict[str, Tensor]) -> None:
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def train_plainly(model: MLP, labels: Any, cut: int, epochs: int, activated: bool, seed: int = 0) -> None:
+    """The oracle: ordinary loops, one for the layers before the cut, one for those behind it on what the first made."""
+    data, last = make_data(), len(model.layers) - 1
+
+    def run(x: Tensor, first: int, stop: int) -> Tensor:
+        for i in range(first, stop):
+            x = model.layers[i](x)
+            if i < last and (i < stop - 1 or activated):
+                x = x.relu()
+        return x
+
+    optimizer = torch.optim.Adam(model.layers[:cut].parameters(), lr=1e-2)
+    for _ in range(epochs):
+        for x, y in data:
+            optimizer.zero_grad()
+            labels.loss(run(x, 0, cut), y).backward()
+            optimizer.step()
+    with torch.no_grad():
+        kept = [(run(x, 0, cut), y) for x, y in data]
+    x, y = (torch.cat(column) for column in zip(*kept, strict=True))
+    optimizer = torch.optim.Adam(model.layers[cut:].parameters(), lr=1e-2)
+    for epoch in range(epochs):
+        generator = torch.Generator().manual_seed((seed * 1009 + 1) * 1_000_003 + epoch)
+        for chosen in torch.randperm(len(y), generator=generator).split(16):
+            optimizer.zero_grad()
+            inside = x[chosen] if activated else x[chosen].relu()
+            F.cross_entropy(run(inside, cut, last + 1), y[chosen]).backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("scheme", [Uniform(), Hadamard(), Readout()], ids=["uniform", "hadamard", "readout"])
+def test_parts_one_after_another_are_plain_loops(scheme: Any) -> None:
+    expected = make_model()
+    train_plainly(expected, scheme(Site(0, (16,), 4, 0)), 2, 2, scheme.activated)
+    model = make_model()
+    with make_trainer(model, labels=scheme) as trainer:
+        trainer.fit(make_data(), epochs=2)
+    assert_equal(values(model), values(expected))
+
+
+@pytest.mark.parametrize(
+    "options", [{"strategy": "relay"}, {"strategy": "relay", "microbatches": 3}, {"memory": "3GiB"}]
+)
+def test_parts_by_relay_on_disk_give_the_same(options: dict[str, Any], tmp_path: Path) -> None:
+    results = []
+    for more in ({"microbatches": options.get("microbatches")}, {**options, "store": tmp_path / "store"}):
+        model = make_model()
+        with make_trainer(model, **more) as trainer:
+            trainer.fit(make_data(), epochs=2)
+            assert trainer.standings[0].on_disk == ("strategy" in more)
+        results.append(values(model))
+    assert_equal(results[1], results[0])
+
+
+def test_a_model_without_memory_is_trained_part_by_part(tmp_path: Path) -> None:
+    with make_trainer(make_model("meta"), store=tmp_path / "store", parts=3, labels="readout") as trainer:
+        trainer.fit(make_data(), epochs=6)
+        accuracy = trainer.evaluate(make_data(seed=None))
+        trainer.save(tmp_path / "joined")
+        assert all(p.is_meta for p in trainer.model.parameters())
+    joined = make_model()
+    joined.load_state_dict({name: tensor.load() for name, tensor in SafetensorsFiles(tmp_path / "joined").items()})
+    data = make_data(seed=None)
+    with torch.no_grad():
+        assert accuracy == pytest.approx((joined(data.x).argmax(1) == data.y).float().mean().item())
+    assert accuracy > 0.8
+
+
+def test_accuracy_is_the_joined_models_and_read_outs_are_told() -> None:
+    model = make_model()
+    with make_trainer(model, parts=2) as trainer:
+        trainer.fit(make_data(), epochs=4)
+        data = make_data(seed=None)
+        accuracy = trainer.evaluate(data)
+        with torch.no_grad():
+            assert accuracy == pytest.approx((model(data.x).argmax(1) == data.y).float().mean().item())
+        described = trainer.describe()
+        assert [s.accuracy for s in trainer.standings] == [p["accuracy"] for p in described["parts"]]
+        assert trainer.standings[0].accuracy is not None and trainer.standings[0].accuracy > 0.5
+        learned = trainer.division.crossings[0].shape[0] * 4
+        assert described["exchanged_bytes"] == 96 * (learned + 8)  # what was handed on, and its class, once
+        assert described["conventional"]["pipeline_bytes"] == 2 * 4 * 96 * learned  # there and back, four epochs
+        assert "part 0" in trainer.report() and "in one piece" in trainer.report()
+
+
+def test_a_run_that_died_goes_on_with_the_part_it_was_at(tmp_path: Path) -> None:
+    expected = make_model()
+    with make_trainer(expected, parts=3, store=tmp_path / "whole") as trainer:
+        trainer.fit(make_data(), epochs=2)
+
+    class Dies(Exception):
+        pass
+
+    def die(progress: Any) -> None:
+        if progress.part == 1 and progress.step == 4:
+            raise Dies
+
+    with pytest.raises(Dies), make_trainer(parts=3, store=tmp_path / "s", progress=die) as trainer:
+        trainer.fit(make_data(), epochs=2)
+    seen: set[int] = set()
+    model = make_model()
+    with make_trainer(
+        model, parts=3, store=tmp_path / "s", resume=True, progress=lambda p: seen.add(p.part)
+    ) as trainer:
+        assert [s.done for s in trainer.standings] == [True, False, False]
+        trainer.fit(make_data(), epochs=2)
+    assert seen == {1, 2}
+    assert_equal(values(model), values(expected))
+
+
+def test_on_disk_a_part_goes_on_at_its_last_step(tmp_path: Path) -> None:
+    expected = make_model()
+    with make_trainer(expected, strategy="relay", store=tmp_path / "whole") as trainer:
+        trainer.fit(make_data(seed=None), epochs=2)
+
+    def die(progress: Any) -> None:
+        if progress.step == 8:
+            raise KeyboardInterrupt
+
+    with (
+        pytest.raises(KeyboardInterrupt),
+        make_trainer(strategy="relay", store=tmp_path / "s", progress=die) as trainer,
+    ):
+        trainer.fit(make_data(seed=None), epochs=2)
+    steps: list[tuple[int, int]] = []
+    model = make_model()
+    with make_trainer(
+        model, strategy="relay", store=tmp_path / "s", resume=True, progress=lambda p: steps.append((p.part, p.step))
+    ) as trainer:
+        trainer.fit(make_data(seed=None), epochs=2)
+    assert steps[0] == (0, 9)
+    assert_equal(values(model), values(expected))
+
+
+def test_a_store_of_another_run_is_refused(tmp_path: Path) -> None:
+    make_trainer(store=tmp_path / "s").close()
+    with pytest.raises(ph.StoreError, match="holds a run; pass resume=True"):
+        make_trainer(store=tmp_path / "s")
+    with pytest.raises(ph.StoreError, match="another labels"):
+        make_trainer(store=tmp_path / "s", resume=True, labels="uniform")
+    with pytest.raises(ph.StoreError, match="another cuts"):
+        make_trainer(store=tmp_path / "s", resume=True, cuts=["layers.0"])
+
+
+def test_recovery_is_ordinary_training_of_the_joined_model() -> None:
+    model = make_model()
+    with make_trainer(model) as trainer:
+        trainer.fit(make_data(), epochs=1)
+        expected = copy.deepcopy(model)
+        optimizer = torch.optim.Adam(expected.parameters(), lr=1e-2)
+        for x, y in make_data():
+            optimizer.zero_grad()
+            F.cross_entropy(expected(x), y).backward()
+            optimizer.step()
+        trainer.recover(make_data(), epochs=1)
+    assert_equal(values(model), values(expected))
+
+
+def test_recovery_by_relay_of_a_model_without_memory(tmp_path: Path) -> None:
+    with make_trainer(make_model("meta"), strategy="relay", store=tmp_path / "s", labels="readout") as trainer:
+        trainer.fit(make_data(), epochs=4)
+        before = trainer.evaluate(make_data(seed=None))
+        trainer.recover(make_data(), epochs=4)
+        assert trainer.evaluate(make_data(seed=None)) >= before > 0.5
+
+
+# -- at once
+
+
+def test_parts_at_once_in_processes_of_their_own() -> None:
+    model = make_model()
+    with make_trainer(model, mode="parallel", parts=2) as trainer:
+        trainer.fit(make_data(), epochs=8)
+        assert [s.trained for s in trainer.standings] == [True, True]
+        assert trainer.evaluate(make_data(seed=None)) > 0.8
+
+
+def test_what_a_process_says_when_it_dies() -> None:
+    with (
+        make_trainer(mode="parallel") as trainer,
+        pytest.raises(ph.PackhorseError, match=r"part 0 ended with 1:[\s\S]*no rows"),
+    ):
+        trainer.fit(_Failing(), epochs=1)
+
+
+class _Failing:
+    def __iter__(self) -> Any:
+        raise ValueError("no rows")
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"""
+import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+import test_sil
+trainer = test_sil.make_trainer(mode="parallel", parts=2, store={str(tmp_path / "store")!r})
+trainer.fit(test_sil.make_data(), epochs=8)
+print("accuracy", trainer.evaluate(test_sil.make_data(seed=None)))
+"""
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("accuracy")]
+    assert len(found) == 2 and found[0] == found[1] > 0.8
+
+
+def test_ranks_share_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert [apart.is_mine(i) for i in range(4)] == [False, True, False, True]
+
+
+# -- any model
+
+
+class Maps(nn.Module):
+    """A small convolutional net with batch norm and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.body, self.drop, self.head = nn.Conv2d(8, 8, 3, padding=1), nn.Dropout(0.2), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.stem(x)).relu()
+        x = self.drop(self.body(x).relu())
+        return self.head(x.mean((2, 3)))
+
+
+class Tokens(nn.Module):
+    """A transformer with a padding mask made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 8)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        padding = tokens == 0
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, src_key_padding_mask=padding)
+        return self.head(x.mean(1))
+
+
+@pytest.mark.parametrize("positions", ["pooled", "each"])
+@pytest.mark.parametrize("kind", [Uniform, Hadamard, Readout])
+def test_feature_maps_with_batch_norm_and_dropout(kind: Any, positions: Any) -> None:
+    x, y = torch.randn(24, 3, 6, 6), torch.randint(4, (24,))
+    model = Maps()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ph.SegmentedTrainer(
+        model, optimizer, (x[:8], y[:8]), num_classes=4, cuts=["norm", "body"], labels=kind(positions=positions)
+    ) as trainer:
+        trainer.fit(Labelled(x, y, 8, seed=0), epochs=2)
+        accuracy = trainer.evaluate(Labelled(x, y, 8, seed=None))
+        model.eval()
+        with torch.no_grad():
+            assert accuracy == pytest.approx((model(x).argmax(1) == y).float().mean().item())
+        assert int(model.norm.num_batches_tracked) == 6
+
+
+def test_sequences_and_what_crosses_beside_the_value(tmp_path: Path) -> None:
+    tokens, y = torch.randint(20, (24, 5)), torch.randint(4, (24,))
+    model = Tokens()
+    optimizer = torch.optim.Adam(model.parameters())
+    rows = [{"tokens": tokens[i : i + 8]} for i in range(0, 24, 8)]
+    loader = list(zip(rows, y.split(8), strict=True))
+    with ph.SegmentedTrainer(
+        model, optimizer, loader[0], num_classes=4, cuts=["blocks.0"], labels="readout", store=tmp_path / "s"
+    ) as trainer:
+        trainer.fit(loader, epochs=2)
+        accuracy = trainer.evaluate(loader)
+        model.eval()
+        with torch.no_grad():
+            assert accuracy == pytest.approx((model(tokens).argmax(1) == y).float().mean().item())
+
+
+def test_a_scheme_of_ones_own() -> None:
+    class Mine:
+        activated = True
+
+        def __call__(self, site: Site) -> Any:
+            return self
+
+        def loss(self, output: Tensor, classes: Tensor) -> Tensor:
+            return F.cross_entropy(output[:, :4], classes)
+
+        def scores(self, output: Tensor) -> Tensor:
+            return output[:, :4]
+
+        def imitate(self, classes: Tensor, generator: torch.Generator) -> Tensor:
+            return F.one_hot(classes, 16).float()
+
+    with make_trainer(labels=Mine()) as trainer:
+        trainer.fit(make_data(), epochs=4)
+        assert trainer.evaluate(make_data(seed=None)) > 0.7
+
+
+def test_rates_batch_sizes_groups_and_schedules() -> None:
+    model = make_model()
+    data, rates = make_data(), []
+    groups = [
+        {"params": list(model.layers[:2].parameters()), "weight_decay": 0.1},
+        {"params": list(model.layers[2:].parameters())},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+
+    def schedule(made: torch.optim.Optimizer, steps: int) -> Any:
+        rates.append((made.param_groups[0]["lr"], made.param_groups[0]["weight_decay"], steps))
+        return torch.optim.lr_scheduler.CosineAnnealingLR(made, steps)
+
+    with ph.SegmentedTrainer(
+        model,
+        optimizer,
+        next(iter(data)),
+        num_classes=4,
+        cuts=["layers.1"],
+        rates=[1e-2, 5e-3],
+        batch_sizes=[16, 32],
+        scheduler=schedule,
+    ) as trainer:
+        trainer.fit(data, epochs=[1, 2])
+        assert [s.steps for s in trainer.standings] == [6, 6]
+    assert rates == [(1e-2, 0.1, 6), (5e-3, 0.01, 6)]
+
+
+def test_parts_are_balanced_by_memory() -> None:
+    """The net of the paper: two parts are cut after the first layer, three after the first and the second."""
+    model = MLP()
+    example = torch.randn(256, 784), torch.randint(26, (256,))
+    for parts, cuts, ratio in ((2, ["layers.0"], 0.62), (3, ["layers.0", "layers.1"], 0.54)):
+        with ph.SegmentedTrainer(
+            model, torch.optim.Adam(model.parameters()), example, num_classes=26, parts=parts
+        ) as trainer:
+            assert [s.modules[-1] for s in trainer.standings[:-1]] == cuts
+            assert trainer.describe()["planned_ratio"] < ratio
+
+
+# -- labels
+
+
+@given(st.integers(2, 40), st.integers(2, 64), st.integers(0, 5))
+@settings(deadline=None, max_examples=40)
+def test_codes_stand_for_their_classes(classes: int, width: int, seed: int) -> None:
+    y = torch.arange(classes)
+    for scheme in (Uniform(), Hadamard(), Readout()):
+        if isinstance(scheme, Hadamard) and classes > width:
+            continue
+        one, two = (scheme(Site(0, (width,), classes, seed)) for _ in range(2))
+        assert torch.equal(one.codes, two.codes)  # type: ignore[attr-defined]  # all who know the seed agree
+        assert not torch.equal(one.codes, scheme(Site(1, (width,), classes, seed)).codes)  # type: ignore[attr-defined]
+        if not isinstance(scheme, Readout):
+            assert torch.equal(one.scores(one.codes).argmax(1), y)  # type: ignore[attr-defined]
+        made = one.imitate(y, torch.Generator().manual_seed(0))
+        assert made.shape == (classes, width) and made.isfinite().all()
+    if classes <= width and math.log2(width).is_integer():
+        codes = Hadamard()(Site(0, (width,), classes, seed)).codes  # type: ignore[attr-defined]
+        assert torch.equal(codes @ codes.T, width * torch.eye(classes))
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 7), (7, 4, 4), (7, 3, 4, 4)])
+@pytest.mark.parametrize("positions", ["pooled", "each"])
+@pytest.mark.parametrize("grid", [1, 2])
+def test_values_are_read_as_vectors_and_back(shape: tuple[int, ...], positions: Any, grid: int) -> None:
+    reading = Reading(shape, positions, grid)
+    vectors = torch.randn(3, reading.width)
+    value = reading.spread(vectors)
+    assert value.shape == (3, *shape)
+    found = reading.vectors(value)
+    assert found.shape[-1] == reading.width
+    if all(size % grid == 0 for size in shape[1:]):  # else cells overlap
+        assert torch.allclose(found if found.ndim == 2 else found.mean(1), vectors, atol=1e-6)
+
+
+# -- rows on disk
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=30)
+def test_rows_come_back_in_any_order(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    directory = tmp_path_factory.mktemp("rows")
+    count = data.draw(st.integers(1, 40))
+    columns = {
+        "a": torch.randn(count, 3, 2),
+        "b": torch.randint(100, (count,)),
+        "c": torch.randn(count, 5, dtype=torch.bfloat16),
+        "d": torch.rand(count, 2) > 0.5,
+    }
+    sizes = data.draw(st.integers(1, 50))
+    with RowsWriter(directory) as writer:
+        for i in range(0, count, sizes):
+            writer.append({name: column[i : i + sizes] for name, column in columns.items()})
+    order = torch.tensor(data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=60)))
+    with Rows(directory) as rows:
+        assert len(rows) == count and rows.nbytes == writer.nbytes
+        found = rows.read(order)
+        batches = list(rows.batches(data.draw(st.integers(1, 50)), torch.Generator().manual_seed(1)))
+    assert all(torch.equal(found[name], column[order]) for name, column in columns.items())
+    shuffled = torch.cat([batch["b"] for batch in batches])
+    assert torch.equal(shuffled.sort().values, columns["b"].sort().values)
+
+
+def test_rows_that_are_not_all_there_do_not_count(tmp_path: Path) -> None:
+    writer = RowsWriter(tmp_path)
+    writer.append({"a": torch.ones(3, 2)})
+    writer.close()
+    with pytest.raises(ph.StoreError, match="no complete rows"):
+        Rows(tmp_path)
+    with RowsWriter(tmp_path) as writer:
+        writer.append({"a": torch.ones(3, 2)})
+    os.truncate(tmp_path / "column0.bin", 20)
+    with pytest.raises(ph.StoreError, match="has 20 bytes, expected 24"):
+        Rows(tmp_path)
+    (tmp_path / INDEX).write_bytes(b"packhorse 0\n{}")
+    with pytest.raises(ph.StoreError, match="damaged"):
+        Rows(tmp_path)
+
+
+def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    writer = RowsWriter(tmp_path)
+    writer.append({"a": torch.ones(3, 2)})
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(ph.StoreError, match="failed after 3: No space left on device; make room and resume"):
+        writer.append({"a": torch.ones(3, 2)})
+    writer.close()
+
+
+# -- wrong inputs
+
+
+class Skips(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x).tanh()
+        return self.c(y + self.b(y).tanh())
+
+
+class Bucket(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x > 0).sum(1).clamp(max=8)
+
+
+class Counts(nn.Module):
+    """Numbers come first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bucket, self.embed, self.head = Bucket(), nn.Embedding(9, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embed(self.bucket(x)))
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "error", "message"),
+    [
+        (make_model, {"parts": 9}, ph.PartitionError, "at most 4 parts that train apart, but 9 are asked"),
+        (make_model, {"parts": 0}, ph.PartitionError, "expected a number of at least 1"),
+        (make_model, {"cuts": ["layers.9"]}, ph.PartitionError, "no module named 'layers.9'"),
+        (Skips, {"cuts": ["b"]}, ph.PartitionError, "2 values that training changes cross there"),
+        (make_model, {"labels": "codes"}, ph.PackhorseError, "expected one of uniform, hadamard, readout"),
+        (make_model, {"labels": 3}, ph.PackhorseError, "labels is a int, expected a name or a scheme"),
+        (make_model, {"mode": "both"}, ph.PackhorseError, "mode is 'both'"),
+        (make_model, {"parts": 2, "cuts": ["layers.0"]}, ph.PackhorseError, "give either parts"),
+        (make_model, {"cuts": "layers.0"}, ph.PackhorseError, "expected a list of module names"),
+        (make_model, {"num_classes": 1}, ph.PackhorseError, "num_classes is 1"),
+        (make_model, {"num_classes": 3}, ph.BatchError, "y has classes from 0 to 3, expected 0 to 2"),
+        (make_model, {"num_classes": 40}, ph.PackhorseError, "40 classes need codes of at least that length"),
+        (make_model, {"rates": [1e-3] * 3}, ph.PackhorseError, "rates has 3 entries for 2 parts"),
+        (make_model, {"refine": -1}, ph.PackhorseError, "refine is -1"),
+    ],
+)
+def test_wrong_choices(make: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make_trainer(make(), **options)
+
+
+def test_a_cut_whose_value_is_no_float() -> None:
+    model = Counts()
+    x, y = torch.randn(8, 12), torch.randint(4, (8,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(
+        ph.PartitionError, match="floating-point value that training can change, but what crosses there is int64"
+    ):
+        ph.SegmentedTrainer(model, optimizer, (x, y), num_classes=4, cuts=["bucket"])
+
+
+@pytest.mark.parametrize(
+    ("example", "message"),
+    [
+        ((torch.randn(8, 12), torch.randn(8)), "expected one integer class a row"),
+        ((torch.randn(8, 12), torch.zeros(8, 4, dtype=torch.long)), r"int64\[8, 4\], expected one integer class a row"),
+        (torch.randn(8, 12), r"a batch is a Tensor, expected \(x, y\)"),
+    ],
+)
+def test_targets_that_are_no_classes(example: Any, message: str) -> None:
+    model = make_model()
+    with pytest.raises(ph.BatchError, match=message):
+        ph.SegmentedTrainer(model, torch.optim.Adam(model.parameters()), example, num_classes=4, parts=2)
+
+
+def test_a_weight_in_two_parts_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 4))
+    model[2].weight = model[0].weight  # type: ignore[union-attr, assignment]
+    with pytest.raises(ph.PartitionError, match="is used in parts 0 and 1, which would train it apart"):
+        make_trainer(model, cuts=["0"])
