@@ -27,6 +27,7 @@ def test_public_names() -> None:
         "RamStore",
         "ScheduleError",
         "Segment",
+        "SegmentedTrainer",
         "StoreError",
         "Trainer",
         "Verification",

@@ -470,10 +470,10 @@ def slowly(handler: Any, pause: float) -> Any:
 
 
 def timed(trainer: ph.Trainer) -> float:
-    """Seconds of a step: the best of three, since others may use the machine too."""
+    """Seconds of a step: the best of five, since others may use the machine too."""
     batch, seconds = make_batch(), []
     trainer.step(batch)
-    for _ in range(3):
+    for _ in range(5):
         started = time.perf_counter()
         trainer.step(batch)
         seconds.append(time.perf_counter() - started)

@@ -229,6 +229,15 @@ class Graph:
         return uses
 
     @cached_property
+    def dependents(self) -> frozenset[int]:
+        """Values that parameters, or chance, have a part in; all others follow from the batch alone."""
+        found: set[int] = set()
+        for node in self.nodes:
+            if node.ordinal is not None or any(self.values[o].kind == "parameter" or o in found for o in node.operands):
+                found.update(node.results)
+        return frozenset(found)
+
+    @cached_property
     def flops(self) -> int:
         return sum(node.flops for node in self.nodes)
 

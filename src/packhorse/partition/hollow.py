@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from packhorse.graph import Graph, Node
-from packhorse.graph.graph import find_roots
+from packhorse.graph.graph import Value, find_roots
 
 aten = torch.ops.aten
 
@@ -49,12 +49,17 @@ def find_hollow(graph: Graph, start: int, stop: int) -> frozenset[int]:
     for i, node in reversed(list(enumerate(local, start))):
         if _is_view(node):
             continue  # shares its operand's storage, and with it whether that is needed
-        if _may_be_hollow(node) and not any(roots[r] in needed for r in node.results):
+        makes_floats = all(_is_float(graph.values[r]) for r in graph.nodes[i].results)
+        if makes_floats and _may_be_hollow(node) and not any(roots[r] in needed for r in node.results):
             hollow.add(i)
             needed.update(roots[node.operands[o]] for o in node.operation.saved)
         else:
             needed.update(roots[o] for o in node.operands)
     return frozenset(hollow)
+
+
+def _is_float(value: Value) -> bool:
+    return value.type.dtype is not None and value.type.dtype.is_floating_point
 
 
 def _is_view(node: Node) -> bool:

@@ -147,13 +147,13 @@ class _Targets(_Codes):
 class _Directions(_Codes):
     """The output's product with its class's code is to be the largest: cross entropy over all products."""
 
-    def __init__(self, codes: Tensor, reading: Reading, noise: float, strength: float):
+    def __init__(self, codes: Tensor, reading: Reading, noise: float, strength: float, smoothing: float):
         super().__init__(codes, reading)
-        self.noise, self.strength = noise, strength
+        self.noise, self.strength, self.smoothing = noise, strength, smoothing
 
     def loss(self, output: Tensor, classes: Tensor) -> Tensor:
         vectors, classes = self._vectors(output, classes)
-        return F.cross_entropy(vectors @ self.codes.T.to(vectors.dtype), classes)
+        return F.cross_entropy(vectors @ self.codes.T.to(vectors.dtype), classes, label_smoothing=self.smoothing)
 
     def scores(self, output: Tensor) -> Tensor:
         vectors = self.reading.vectors(output).float()
@@ -206,9 +206,13 @@ class Hadamard:
 
 @dataclass(frozen=True)
 class Readout:
-    """A fixed random read-out: softmax over the products with codes of zero mean, cross entropy."""
+    """A fixed random read-out: softmax over the products with codes of zero mean, cross entropy.
+
+    With a little `smoothing` a part stops pulling classes apart that it has separated, and leaves more for those behind it.
+    """
 
     gain: float = 1.0
+    smoothing: float = 0.1
     positions: Positions = "pooled"
     grid: int = 1
     noise: float = 1.0
@@ -218,8 +222,8 @@ class Readout:
     def __call__(self, site: Site) -> Labels:
         reading = Reading(site.shape, self.positions, self.grid)
         codes = torch.randn(site.num_classes, reading.width, generator=site.generator)
-        codes -= codes.mean(0)
-        return _Directions(self.gain * codes / math.sqrt(reading.width), reading, self.noise, self.strength)
+        codes = self.gain * (codes - codes.mean(0)) / math.sqrt(reading.width)
+        return _Directions(codes, reading, self.noise, self.strength, self.smoothing)
 
 
 SCHEMES: dict[str, Callable[[], Scheme]] = {"uniform": Uniform, "hadamard": Hadamard, "readout": Readout}

@@ -5,7 +5,7 @@ one piece, in training and in evaluation. A part is an ordinary module, so `ph.T
 """
 
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -86,11 +86,11 @@ class ByLabel:
 
 @dataclass(frozen=True)
 class Crossing:
-    """What goes over a cut, by the names it has in training and in prediction: the value that gets labels, and the others."""
+    """The value that goes over a cut and gets labels. What the batch alone decides, such as a mask, each part makes itself."""
 
-    learned: tuple[str, str]
-    shape: tuple[int, ...]  # of one row of it
-    others: tuple[tuple[str, str], ...]  # masks, for example: made of the batch alone, carried as they are
+    learned: str  # its name in training
+    predicted: str  # and in prediction
+    shape: tuple[int, ...]  # of one row
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Division:
     @cached_property
     def predicted_names(self) -> dict[str, str]:
         """Names in prediction of what has another in training; the batch's own tensors have the same."""
-        return dict(pair for crossing in self.crossings for pair in (crossing.learned, *crossing.others))
+        return {crossing.learned: crossing.predicted for crossing in self.crossings}
 
     @cached_property
     def label(self) -> str:
@@ -125,11 +125,18 @@ class Division:
         }
         return f"batch:{label}"
 
+    def columns_of(self, index: int) -> tuple[str, ...]:
+        """What a part reads, by the names of training: the value at the cut before it, and the batch's own tensors."""
+        found: dict[str, None] = {self.crossings[index - 1].learned: None} if index else {}
+        for mode in (self.train, self.predict):
+            pieces = [*_find_prelude(mode, index), mode.segments[index]]
+            found.update({name: None for piece in pieces for name in piece.inputs if name.startswith("batch:")})
+        return tuple(name for name in found if name != self.label)
+
     def columns_after(self, index: int) -> tuple[str, ...]:
-        """What later parts need that is there when a part is done, by the names of training."""
-        needed = [n for s in self.train.segments[index + 1 :] for n in s.inputs]
-        here = {n for s in self.train.segments[: index + 1] for n in s.outputs}
-        return tuple(dict.fromkeys(n for n in needed if n in here or n.startswith("batch:")))
+        """What later parts need that is there when a part is done, classes included."""
+        batch = [n for i in range(index + 1, self.num_parts) for n in self.columns_of(i) if n.startswith("batch:")]
+        return tuple(dict.fromkeys((self.crossings[index].learned, *batch, self.label)))
 
     def read_batch(self, x: Any, y: Tensor) -> dict[str, Tensor]:
         """The batch's tensors by name."""
@@ -146,8 +153,8 @@ class _Holder(nn.Module):
 class Part(nn.Module):
     """One part. Takes its columns by keyword, `x0`, `x1`, ... in the order of `columns`, and the classes as `y`.
 
-    It has the parameters and buffers of the model, the very objects. In training it returns the value at its cut, the last part
-    the loss; in evaluation all that it makes for later parts, by name, the last part the model's output.
+    It has the parameters and buffers of the model, the very objects. It returns the value at its cut; the last part, in
+    training, the loss, and in evaluation the model's output.
     """
 
     def __init__(self, division: Division, index: int):
@@ -155,7 +162,7 @@ class Part(nn.Module):
         self.division, self.index = division, index
         self.is_last = index == division.num_parts - 1
         graph, self.segment = division.train.graph, division.train.segments[index]
-        self.columns = tuple(n for n in self.segment.inputs if n != division.label)
+        self.columns = division.columns_of(index)
         originals = {**dict(division.model.named_parameters()), **dict(division.model.named_buffers())}
         for name in (*self.segment.parameters, *self.segment.buffers):
             holder, leaf = self._hold(name.rpartition(".")[0]), name.rpartition(".")[2]
@@ -164,7 +171,7 @@ class Part(nn.Module):
             else:
                 holder.register_buffer(leaf, originals[name], persistent=graph.buffers[name].persistent)
         self._pieces = {
-            training: _cut_by_module(partition.segments[index])
+            training: [*_find_prelude(partition, index), *_cut_by_module(partition.segments[index])]
             for training, partition in ((True, division.train), (False, division.predict))
         }
         for piece in (*self._pieces[True], *self._pieces[False]):
@@ -205,9 +212,7 @@ class Part(nn.Module):
         if self.is_last:
             return partition.finish(values, rows)
         crossing = division.crossings[self.index]
-        if self.training:
-            return values[crossing.learned[0]]
-        return {a: values[b] for a, b in (crossing.learned, *crossing.others) if a in self.segment.outputs}
+        return values[crossing.learned if self.training else crossing.predicted]
 
     def _run(self, pieces: Sequence[Segment], values: dict[str, Tensor], wanted: set[str], rows: int) -> None:
         """Piece by piece, each in the module it belongs to; what is not read any more is dropped."""
@@ -219,6 +224,20 @@ class Part(nn.Module):
             values.update(holder(piece, parameters, buffers, {n: values[n] for n in piece.inputs}, rows))
             for name in [n for n, last in last_uses.items() if last == i and n not in wanted]:
                 del values[name]
+
+
+def _find_prelude(partition: Partition, index: int) -> list[Segment]:
+    """What a part needs of what earlier ones make of the batch alone, to be made again: one piece an operation."""
+    graph, segment = partition.graph, partition.segments[index]
+    wanted = [i for node in segment.nodes for i in node.operands if 0 <= graph.producers[i] < segment.start]
+    found: set[int] = set()
+    while wanted:
+        value = wanted.pop()
+        producer = graph.producers[value]
+        if producer >= 0 and producer not in found and value not in graph.dependents:
+            found.add(producer)
+            wanted += graph.nodes[producer].operands
+    return [Segment(graph, i, producer, producer + 1) for i, producer in enumerate(sorted(found))]
 
 
 def _cut_by_module(segment: Segment) -> list[Segment]:
@@ -269,20 +288,9 @@ def divide(
     return Division(model, train, _cut_alike(predicting, train), planned, whole)
 
 
-def _find_learned(graph: Graph, place: Place, depends: Collection[int] | None = None) -> list[int]:
-    """The values that cross and that training changes: with gradients they say so, else `depends` has them."""
-    values = graph.values
-    live = find_live(graph, place.index)
-    return [i for i in live if (values[i].type.differentiable if depends is None else i in depends)]
-
-
-def _find_dependents(graph: Graph) -> set[int]:
-    """Floating-point values that parameters have a part in."""
-    found: set[int] = set()
-    for node in graph.nodes:
-        if any(graph.values[o].kind == "parameter" or o in found for o in node.operands):
-            found.update(r for r in node.results if _is_float(graph.values[r]))
-    return found
+def _find_learned(graph: Graph, place: Place) -> list[int]:
+    """The values that cross a place and that parameters have a part in."""
+    return [i for i in find_live(graph, place.index) if i in graph.dependents]
 
 
 def _is_float(value: Value) -> bool:
@@ -291,23 +299,22 @@ def _is_float(value: Value) -> bool:
 
 def _why_not(graph: Graph, place: Place) -> str:
     """Why no part may end here; empty if one may."""
-    live = [graph.values[i] for i in find_live(graph, place.index)]
-    learned = _find_learned(graph, place)
     if place.forbidden:
         return place.forbidden.reason
-    if not learned:
-        kinds = ", ".join(str(v.type.dtype).removeprefix("torch.") for v in live) or "nothing"
-        return f"labels need a floating-point value that training can change, but what crosses there is {kinds}"
+    learned = [graph.values[i] for i in _find_learned(graph, place)]
     if len(learned) > 1:
-        names = ", ".join(str(graph.nodes[graph.producers[i]]) for i in learned)
+        names = ", ".join(str(graph.nodes[graph.producers[i]]) for i in _find_learned(graph, place))
         return (
             f"{len(learned)} values that training changes cross there ({names}), and labels are for one; cut where no skip "
             "connection is open"
         )
-    without_rows = [v for v in live if not (v.type.shape and isinstance(v.type.shape[0], Size))]
-    if without_rows:
-        shape = list(without_rows[0].type.shape)
-        return f"{without_rows[0].name}, of shape {shape}, crosses there and does not follow the rows of the batch"
+    if not learned or not (_is_float(learned[0]) and learned[0].type.differentiable):
+        live = [graph.values[i] for i in find_live(graph, place.index)]
+        kinds = ", ".join(str(v.type.dtype).removeprefix("torch.") for v in live) or "nothing"
+        return f"labels need a floating-point value that training can change, but what crosses there is {kinds}"
+    shape = learned[0].type.shape
+    if not (shape and isinstance(shape[0], Size)) or any(not isinstance(size, int) for size in shape[1:]):
+        return f"the value that crosses there, of shape {list(shape)}, does not follow the rows of the batch"
     return ""
 
 
@@ -400,16 +407,15 @@ def _cut_alike(graph: Graph, train: Partition) -> Partition:
 
     Where evaluation leaves that operation out, as it does a dropout, the lightest place between them will do.
     """
-    depends = _find_dependents(graph)
     firsts = _find_first_uses(graph)
-    single = [p for p in find_places(graph) if p.legal and len(_find_learned(graph, p, depends)) == 1]
+    single = [p for p in find_places(graph) if p.legal and len(_find_learned(graph, p)) == 1]
     chosen = []
     for cut in train.cuts:
         (learned,) = _find_learned(train.graph, cut)
         maker = _describe_maker(train.graph, learned)
         before = {name for name, first in _find_first_uses(train.graph).items() if first < cut.index}
         between = [p for p in single if all((first < p.index) == (name in before) for name, first in firsts.items())]
-        alike = [p for p in between if _describe_maker(graph, _find_learned(graph, p, depends)[0]) == maker]
+        alike = [p for p in between if _describe_maker(graph, _find_learned(graph, p)[0]) == maker]
         if not between:
             raise PartitionError(
                 f"a part would end after {maker[0]} in {maker[1] or 'the model'}, but evaluation takes another way there; cut "
@@ -435,16 +441,6 @@ def _describe_maker(graph: Graph, value: int) -> tuple[str, str]:
 
 
 def _describe_crossing(train: Graph, cut: Place, predict: Graph, alike: Place) -> Crossing:
-    (learned,) = _find_learned(train, cut)
-    (predicted,) = _find_learned(predict, alike, _find_dependents(predict))
-    others = [i for i in find_live(train, cut.index) if i != learned]
-    also = [i for i in find_live(predict, alike.index) if i != predicted]
-    if len(others) != len(also):
-        raise PartitionError(
-            f"{len(others)} values beside the labelled one cross the cut after {train.nodes[cut.index - 1]} in training, but "
-            f"{len(also)} in evaluation; cut elsewhere"
-        )
-    value = train.values[learned]
-    pairs = zip([learned, *others], [predicted, *also], strict=True)
-    names = [(train.values[a].name, predict.values[b].name) for a, b in pairs]
-    return Crossing(names[0], tuple(value.type.shape[1:]), tuple(names[1:]))  # type: ignore[arg-type]  # only rows vary
+    (learned,), (predicted,) = _find_learned(train, cut), _find_learned(predict, alike)
+    shape = tuple(train.values[learned].type.shape[1:])
+    return Crossing(train.values[learned].name, predict.values[predicted].name, shape)  # type: ignore[arg-type]  # only rows vary

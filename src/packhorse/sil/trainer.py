@@ -2,7 +2,7 @@
 
 In: a model, an optimizer, batches `(x, y)`, how many parts. Out: the same model, trained. Parts train one after another, each
 on what the one before it made of the training set, kept on disk; or all at once, in processes that share nothing but a seed,
-the later ones on made-up inputs first. Only one part at a time needs memory. Each is trained by `ph.Trainer`, by relay if need be.
+later ones on made-up inputs first. One part at a time needs memory. Each is trained by `ph.Trainer`, by relay if need be.
 """
 
 import logging
@@ -290,12 +290,7 @@ class SegmentedTrainer:
         source: Source = Loaded(self.division, loader, self.num_classes, self.batch_sizes[0] if i == 0 else None)
         if i:
             crossing = self.division.crossings[i - 1]
-            if crossing.others:
-                raise PackhorseError(
-                    f"beside the labelled value, {crossing.others[0][0]} crosses cut {i - 1}, which nobody can make up; use "
-                    "mode='sequential', or cut elsewhere"
-                )
-            source = Imitated(source, crossing.learned[0], self.labels[i - 1], self._seed(i))  # type: ignore[arg-type]
+            source = Imitated(source, crossing.learned, self.labels[i - 1], self._seed(i))  # type: ignore[arg-type]
         self._train(i, source, counts[i])
         self.standings[i].trained = True
         self.standings[i].save(self._place(i))
@@ -340,18 +335,15 @@ class SegmentedTrainer:
         if self._keeps:
             standing.save(self._place(i))
 
-    def _carry(self, i: int, columns: Columns, made: Mapping[str, Tensor]) -> Columns:
-        known = {**columns, **made}
-        return {name: known[name] for name in self._needed_after(i)}
-
-    def _needed_after(self, i: int) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self.division.columns_after(i), self.division.label)))
+    def _carry(self, i: int, columns: Columns, made: Tensor) -> Columns:
+        known = {**columns, self.division.crossings[i].learned: made}
+        return {name: known[name] for name in self.division.columns_after(i)}
 
     def _find_classes(self, i: int, made: Any) -> Tensor:
         """What an output stands for: the last part's by its largest score, another's by its labels' read-out."""
         if i == self.num_parts - 1:
             return find_logits(made).argmax(-1)
-        return self.labels[i].scores(made[self.division.crossings[i].learned[0]]).argmax(-1)
+        return self.labels[i].scores(made).argmax(-1)
 
     @contextmanager
     def _source(self, i: int, loader: Batches) -> Iterator[Source]:
@@ -515,7 +507,7 @@ class SegmentedTrainer:
         segment, graph = self.division.train.segments[i], self.division.train.graph
         crossing = 0
         if i < self.num_parts - 1:
-            learned = self.division.crossings[i].learned[0]
+            learned = self.division.crossings[i].learned
             crossing = next(v.nbytes for v in graph.values if v.name == learned) // self._rows
         return Standing(
             segment.modules,
