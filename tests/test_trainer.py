@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import packhorse as ph
+from packhorse.search import MOST_WAITING
 from reference import train_plain
 from toys import hugging_face, zoo
 
@@ -443,6 +444,8 @@ def test_transfers_hide_behind_compute(where: str, tmp_path: Path) -> None:
         trainer = make_trainer(model, optimizer=torch_sgd(model.parameters()), store=slow_store(where, place, rate))
         for kind, pause in (("F", 0.02), ("R", 0.02), ("B", 0.04)):  # as in real models, backward takes twice as long
             trainer._executor.handlers[kind] = slowly(trainer._executor.handlers[kind], pause)
+        if where == "disk":
+            trainer._executor.updates_ahead = MOST_WAITING  # as planned where compute is known to take as long
         return trainer
 
     free = start(None)
