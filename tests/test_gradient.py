@@ -1,5 +1,7 @@
 """Sums of gradients: rows of tables that are looked up, casts in pieces, and that both are plain's sums."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -107,7 +109,7 @@ class Tables(nn.Module):
 
 @pytest.mark.parametrize("update", ["eager", "deferred"])
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_training_with_tables_gives_plains_numbers(update: str, on_disk: bool, tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_training_with_tables_gives_plains_numbers(update: str, on_disk: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Tables()
     x = torch.randint(50, (6, 3))

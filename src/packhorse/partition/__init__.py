@@ -3,7 +3,7 @@
 from packhorse.partition.code import Code
 from packhorse.partition.constraints import Constraint, Place, find_constraints, find_live, find_places
 from packhorse.partition.footprint import Footprint, find_footprint
-from packhorse.partition.partition import Partition, partition, partition_like
+from packhorse.partition.partition import Partition, find_first_uses, partition, partition_like
 from packhorse.partition.segment import Segment
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Place",
     "Segment",
     "find_constraints",
+    "find_first_uses",
     "find_footprint",
     "find_live",
     "find_places",

@@ -333,8 +333,8 @@ def partition_like(graph: Graph, other: Partition) -> Partition:
     places separate the same parameters, the one that carries the fewest bytes is taken.
     """
     places = [p for p in find_places(graph) if p.legal]
-    firsts = _first_uses(graph)
-    wanted_firsts = _first_uses(other.graph)
+    firsts = find_first_uses(graph)
+    wanted_firsts = find_first_uses(other.graph)
     chosen: list[Place] = []
     for cut in other.cuts:
         before = {name for name, first in wanted_firsts.items() if first < cut.index and name in firsts}
@@ -349,7 +349,8 @@ def partition_like(graph: Graph, other: Partition) -> Partition:
     return Partition(graph, tuple(chosen))
 
 
-def _first_uses(graph: Graph) -> dict[str, int]:
+def find_first_uses(graph: Graph) -> dict[str, int]:
+    """Of every parameter that is used, the first node that reads it."""
     firsts: dict[str, int] = {}
     for i, node in enumerate(graph.nodes):
         for ref in node.operands:

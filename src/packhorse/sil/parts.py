@@ -21,6 +21,7 @@ from packhorse.partition import (
     Partition,
     Place,
     Segment,
+    find_first_uses,
     find_footprint,
     find_live,
     find_places,
@@ -366,7 +367,7 @@ def _balance(graph: Graph, places: Mapping[int, Place], stepper: Stepper, parts:
 
 def _candidates(graph: Graph, places: Mapping[int, Place], activated: bool) -> list[Place]:
     """Places where a part may end, one for each way to separate the parameters."""
-    firsts = _find_first_uses(graph)
+    firsts = find_first_uses(graph)
     starts = sorted({first for name, first in firsts.items() if graph.parameters[name].trainable})
     found = []
     for first, following in itertools.pairwise(starts):
@@ -407,13 +408,13 @@ def _cut_alike(graph: Graph, train: Partition) -> Partition:
 
     Where evaluation leaves that operation out, as it does a dropout, the lightest place between them will do.
     """
-    firsts = _find_first_uses(graph)
+    firsts = find_first_uses(graph)
     single = [p for p in find_places(graph) if p.legal and len(_find_learned(graph, p)) == 1]
     chosen = []
     for cut in train.cuts:
         (learned,) = _find_learned(train.graph, cut)
         maker = _describe_maker(train.graph, learned)
-        before = {name for name, first in _find_first_uses(train.graph).items() if first < cut.index}
+        before = {name for name, first in find_first_uses(train.graph).items() if first < cut.index}
         between = [p for p in single if all((first < p.index) == (name in before) for name, first in firsts.items())]
         alike = [p for p in between if _describe_maker(graph, _find_learned(graph, p)[0]) == maker]
         if not between:
@@ -423,16 +424,6 @@ def _cut_alike(graph: Graph, train: Partition) -> Partition:
             )
         chosen.append(alike[-1] if alike else min(between, key=lambda p: (p.nbytes, p.index)))
     return Partition(graph, tuple(chosen))
-
-
-def _find_first_uses(graph: Graph) -> dict[str, int]:
-    """Of every parameter that is used, the first node that reads it."""
-    firsts: dict[str, int] = {}
-    for i, node in enumerate(graph.nodes):
-        for operand in node.operands:
-            if graph.values[operand].kind == "parameter":
-                firsts.setdefault(graph.values[operand].name, i)
-    return firsts
 
 
 def _describe_maker(graph: Graph, value: int) -> tuple[str, str]:

@@ -115,10 +115,6 @@ class Rows:
                     f"{directory}: {name} has {found} bytes, expected {expected}; remove it and train again"
                 )
 
-    @staticmethod
-    def exist(directory: Path) -> bool:
-        return (directory / INDEX).exists()
-
     def __len__(self) -> int:
         return self.count
 

@@ -5,7 +5,6 @@ on what the one before it made of the training set, kept on disk; or all at once
 later ones on made-up inputs first. One part at a time needs memory. Each is trained by `ph.Trainer`, by relay if need be.
 """
 
-import logging
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,8 +35,6 @@ from packhorse.store.files import FileSystem, replace_small, seal, unseal
 from packhorse.trainer import Trainer
 from packhorse.units import format_bytes, format_seconds
 from packhorse.weights import SafetensorsFiles, read_model
-
-logger = logging.getLogger("packhorse")
 
 Mode = Literal["sequential", "parallel"]
 Batches = Iterable[tuple[Any, Tensor]]
@@ -287,10 +284,11 @@ class SegmentedTrainer:
         """In a process of its own: the first part on real inputs, later ones on made-up ones."""
         if self.standings[i].trained or self.standings[i].done:
             return
-        source: Source = Loaded(self.division, loader, self.num_classes, self.batch_sizes[0] if i == 0 else None)
+        loaded = Loaded(self.division, loader, self.num_classes, self.batch_sizes[i])
+        source: Source = loaded
         if i:
             crossing = self.division.crossings[i - 1]
-            source = Imitated(source, crossing.learned, self.labels[i - 1], self._seed(i))  # type: ignore[arg-type]
+            source = Imitated(loaded, crossing.learned, self.labels[i - 1], self._seed(i))
         self._train(i, source, counts[i])
         self.standings[i].trained = True
         self.standings[i].save(self._place(i))
