@@ -4,11 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from typer.testing import CliRunner
 
+from packhorse import cli
 from packhorse.cli import app
 
 USER_MODEL = """
@@ -22,6 +25,29 @@ def build():
 def nothing():
     return 3
 """
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Done]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """The command as it is installed, in this process, whose imports it shares."""
+
+    def run(*arguments: str) -> Done:
+        monkeypatch.setattr(sys, "argv", ["packhorse", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        code = ended.value.code
+        return Done(code if isinstance(code, int) else 0, *capsys.readouterr())
+
+    return run
 
 
 def run(*arguments: str) -> str:
@@ -77,47 +103,42 @@ def test_a_hugging_face_config(tmp_path: Path) -> None:
         (["mlp", "--mode", "sleep"], "mode is 'sleep'"),
     ],
 )
-def test_wrong_input_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:
-    command = [sys.executable, "-m", "packhorse", "inspect", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert message in done.stderr and "Traceback" not in done.stderr
+def test_wrong_input_is_one_line_and_exit_code_2(command: Command, arguments: list[str], message: str) -> None:
+    done = command("inspect", *arguments)
+    assert done.code == 2 and message in done.err and "Traceback" not in done.err
 
 
-def test_a_function_that_returns_no_model(tmp_path: Path) -> None:
+def test_a_function_that_returns_no_model(command: Command, tmp_path: Path) -> None:
     file = tmp_path / "other.py"
     file.write_text(USER_MODEL)
-    command = [sys.executable, "-m", "packhorse", "inspect", f"{file}:nothing"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and "returned int, expected (model, example)" in done.stderr
+    done = command("inspect", f"{file}:nothing")
+    assert done.code == 2 and "returned int, expected (model, example)" in done.err
 
 
-def command(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    """The installed command in a process of its own, as wide as its lines need."""
-    environment = {**os.environ, "COLUMNS": "200"}
-    return subprocess.run(
-        [sys.executable, "-m", "packhorse", *arguments], capture_output=True, text=True, env=environment, timeout=120
-    )
-
-
-def test_train_shows_plan_progress_and_memory(tmp_path: Path) -> None:
+def test_train_shows_plan_progress_and_memory(command: Command, tmp_path: Path) -> None:
     store = str(tmp_path / "store")
     flags = ["--model", "gpt-tiny", "--data", "python", "--store", store, "--rows", "4", "--microbatches", "2"]
-    done = command("train", *flags, "--steps", "2")
+    done = subprocess.run(  # in a process of its own, as wide as its lines need
+        [sys.executable, "-m", "packhorse", "train", *flags, "--steps", "2"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "200"},
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     for text in ("relay, 6 segments", "step 2: loss", "planned and measured: time", "host memory"):
         assert text in done.stdout
     refused = command("train", *flags, "--steps", "3")
-    assert refused.returncode == 2 and "holds a run at step 2" in refused.stderr
+    assert refused.code == 2 and "holds a run at step 2" in refused.err
     resumed = command("train", *flags, "--steps", "3", "--resume", "--json")
-    assert [json.loads(line)["step"] for line in resumed.stdout.splitlines()] == [3]
+    assert [json.loads(line)["step"] for line in resumed.out.splitlines()] == [3]
     whole = command(
         "train", *flags[:4], "--rows", "4", "--microbatches", "2", "--steps", "3", "--strategy", "relay", "--json"
     )
-    assert json.loads(whole.stdout.splitlines()[-1])["loss"] == json.loads(resumed.stdout)["loss"]
+    assert json.loads(whole.out.splitlines()[-1])["loss"] == json.loads(resumed.out)["loss"]
 
 
-def test_train_refuses_data_that_does_not_fit(tmp_path: Path) -> None:
+def test_train_refuses_data_that_does_not_fit(command: Command) -> None:
     for flags, message in (
         (["--model", "gpt-tiny", "--data", "nowhere.txt"], "there is no such file"),
         (["--model", "mlp", "--data", "python"], "mlp does not take text"),
@@ -125,13 +146,13 @@ def test_train_refuses_data_that_does_not_fit(tmp_path: Path) -> None:
         (["--model", "gpt-tiny", "--memory", "1MiB"], "the smallest budget that works"),
     ):
         done = command("train", *flags)
-        assert done.returncode == 2 and message in " ".join(done.stderr.split()), done.stderr
+        assert done.code == 2 and message in " ".join(done.err.split()), done.err
 
 
-def test_verify(tmp_path: Path) -> None:
+def test_verify(command: Command, tmp_path: Path) -> None:
     done = command("verify", "gpt-tiny", "--steps", "2", "--json")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
     assert found["ok"] and found["identical"] == len(found["values"])
     shown = command("verify", "mlp", "--store", str(tmp_path), "--clip-norm", "0.1")
-    assert shown.returncode == 0 and "same numbers" in shown.stdout
+    assert shown.code == 0 and "same numbers" in shown.out

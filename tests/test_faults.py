@@ -201,10 +201,11 @@ def test_an_interrupt_while_waiting_for_a_commit_does_not_forget_it(
         train(trainer, 2)
         batches = iter(trainer.data)
         batch = next(batches)
+        trainer.state_dict()  # waits for the commits so far
         commit, go_on = trainer._store.commit, threading.Event()
 
         def slow(*arguments: Any) -> None:
-            go_on.wait(20)
+            assert go_on.wait(20)
             commit(*arguments)
 
         monkeypatch.setattr(trainer._store, "commit", slow)

@@ -111,7 +111,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(steps)
 def test_any_partition_of_any_net_is_the_net(steps: list[tuple[str, int, int]]) -> None:
     torch.manual_seed(0)

@@ -473,10 +473,10 @@ def slowly(handler: Any, pause: float) -> Any:
 
 
 def timed(trainer: ph.Trainer) -> float:
-    """Seconds of a step: the best of five, since others may use the machine too."""
+    """Seconds of a step: the best of three, since others may use the machine too."""
     batch, seconds = make_batch(), []
     trainer.step(batch)
-    for _ in range(5):
+    for _ in range(3):
         started = time.perf_counter()
         trainer.step(batch)
         seconds.append(time.perf_counter() - started)
@@ -487,7 +487,7 @@ def timed(trainer: ph.Trainer) -> float:
 
 
 def test_memory_does_not_grow_with_depth(tmp_path: Path) -> None:
-    """Peak memory of a process that trains 4 layers, and of one that trains 48. The long version is a benchmark."""
+    """Peak memory of a process that trains 4 layers, and of one that trains 32. The long version is a benchmark."""
     script = """
 import resource, sys, torch, packhorse as ph
 from packhorse.memory import resident_bytes
@@ -505,13 +505,11 @@ for _ in range(2):
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - imported)
 """
 
-    def measure(depth: int) -> int:
-        """The lesser of two runs: what malloc keeps differs from run to run."""
-        found = []
-        for i in range(2):
-            command = [sys.executable, "-c", script, str(depth), str(tmp_path / f"{depth}-{i}")]
-            found.append(int(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
-        return min(found)
+    def measure(depth: int, name: str) -> int:
+        command = [sys.executable, "-c", script, str(depth), str(tmp_path / name)]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
-    shallow, deep = measure(4), measure(48)
+    shallow, deep = measure(4, "shallow"), measure(32, "deep")
+    if deep >= 1.25 * shallow:  # what malloc keeps differs from run to run
+        deep = min(deep, measure(32, "deep again"))
     assert deep < 1.25 * shallow, (shallow, deep)

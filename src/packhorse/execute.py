@@ -217,9 +217,21 @@ class Executor:
             raise failures[0]
 
     def submit_commit(self, commit: Callable[[], None]) -> None:
-        """Runs when the updates that are under way are written; the next step's wait for it."""
+        """Runs when the updates that are under way are written; the next step's wait for it, but not what that reads.
+
+        In the thread of updates: those who wait for the last write would else wait for the commit too.
+        """
         self._await_commit()
-        self.pending[COMMIT] = gather(self._under_way(), commit)
+        done: Future[Any] = Future()
+
+        def begin(written: "Future[Any]") -> None:
+            if written.exception() is not None:
+                done.set_exception(written.exception())
+            else:
+                self.worker.submit(commit, priority=URGENT).add_done_callback(partial(pass_on, done))
+
+        gather(self._under_way(), lambda: None).add_done_callback(begin)
+        self.pending[COMMIT] = done
 
     def _under_way(self) -> "list[Future[Any]]":
         """All that is; a block may wait for its gradient to be parked before its update."""
