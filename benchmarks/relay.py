@@ -68,7 +68,7 @@ def relay(options: argparse.Namespace, directory: str | None, **choices: Any) ->
 
     import packhorse as ph
 
-    model, batch, loss = make_task(options, "meta")
+    model, batch, loss = make_task(options, "cpu" if directory is None else "meta")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     trainer = ph.Trainer(
         model,

@@ -31,6 +31,7 @@ class Way:
     options: dict[str, Any] = field(default_factory=dict)  # of the labels
     mode: str = "sequential"
     refine: int = 1
+    noise: float = 0.3
 
 
 TWO, MEMORY, THREE = ("layers.2",), ("layers.0",), ("layers.0", "layers.1")
@@ -162,6 +163,7 @@ def run(task: str, way: Way, seed: int, epochs: int, rate: float, threads: int =
         labels=scheme(**way.options),
         mode=way.mode,  # type: ignore[arg-type]  # it checks
         refine=way.refine,
+        noise=way.noise,
         scheduler=cosine,
         seed=seed,
     ) as trainer:

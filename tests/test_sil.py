@@ -59,7 +59,7 @@ def assert_equal(found: Any, expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], value), name
 
 
-def train_plainly(model: MLP, labels: Any, cut: int, epochs: int, activated: bool, seed: int = 0) -> None:
+def train_plainly(model: MLP, labels: Any, cut: int, epochs: int, activated: bool, noise: float, seed: int = 0) -> None:
     """The oracle: ordinary loops, one for the layers before the cut, one for those behind it on what the first made."""
     data, last = make_data(), len(model.layers) - 1
 
@@ -81,20 +81,25 @@ def train_plainly(model: MLP, labels: Any, cut: int, epochs: int, activated: boo
     x, y = (torch.cat(column) for column in zip(*kept, strict=True))
     optimizer = torch.optim.Adam(model.layers[cut:].parameters(), lr=1e-2)
     for epoch in range(epochs):
-        generator = torch.Generator().manual_seed((seed * 1009 + 1) * 1_000_003 + epoch)
-        for chosen in torch.randperm(len(y), generator=generator).split(16):
+        first = (seed * 1009 + 1) * 1_000_003 + 2 * epoch
+        order, shaken = torch.Generator().manual_seed(first), torch.Generator().manual_seed(first + 1)
+        for chosen in torch.randperm(len(y), generator=order).split(16):
             optimizer.zero_grad()
-            inside = x[chosen] if activated else x[chosen].relu()
+            inside = x[chosen]
+            if noise:
+                inside = inside + noise * inside.std() * torch.randn(inside.shape, generator=shaken)
+            inside = inside if activated else inside.relu()
             F.cross_entropy(run(inside, cut, last + 1), y[chosen]).backward()
             optimizer.step()
 
 
 @pytest.mark.parametrize("scheme", [Uniform(), Hadamard(), Readout()], ids=["uniform", "hadamard", "readout"])
-def test_parts_one_after_another_are_plain_loops(scheme: Any) -> None:
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+def test_parts_one_after_another_are_plain_loops(scheme: Any, noise: float) -> None:
     expected = make_model()
-    train_plainly(expected, scheme(Site(0, (16,), 4, 0)), 2, 2, scheme.activated)
+    train_plainly(expected, scheme(Site(0, (16,), 4, 0)), 2, 2, scheme.activated, noise)
     model = make_model()
-    with make_trainer(model, labels=scheme) as trainer:
+    with make_trainer(model, labels=scheme, noise=noise) as trainer:
         trainer.fit(make_data(), epochs=2)
     assert_equal(values(model), values(expected))
 

@@ -212,6 +212,7 @@ def sil(
     ] = "sequential",
     epochs: Annotated[int, typer.Option(min=1, help="Of each part.")] = 1,
     refine: Annotated[int, typer.Option(min=0, help="Epochs on real inputs after parallel ones.")] = 1,
+    noise: Annotated[float, typer.Option(min=0, help="Standard deviations by which stored inputs are shaken.")] = 0.3,
     recover: Annotated[int, typer.Option(min=0, help="Epochs of ordinary training of the joined model.")] = 0,
     rows: Rows = 256,
     memory: Memory = None,
@@ -255,6 +256,7 @@ def sil(
             mode=mode,  # type: ignore[arg-type]  # it checks these
             strategy=strategy,  # type: ignore[arg-type]  # likewise
             refine=refine,
+            noise=noise,
             memory=memory,
             store=store,
             resume=resume,

@@ -64,13 +64,23 @@ class Loaded:
 
 
 class Stored:
-    """Rows of a finished part, shuffled anew each epoch, the same for the same seed."""
+    """Rows of a finished part, shuffled anew each epoch, the same for the same seed.
 
-    def __init__(self, rows: Rows, size: int, seed: int):
+    The value at the cut, `learned`, is shaken while a part trains on it, by `noise` of its standard deviation.
+    """
+
+    def __init__(self, rows: Rows, size: int, seed: int = 0, learned: str = "", noise: float = 0.0):
         self.rows, self.size, self.seed = rows, size, seed
+        self.learned, self.noise = learned, noise
 
     def batches(self, epoch: int) -> Iterator[Columns]:
-        return self.rows.batches(self.size, torch.Generator().manual_seed(self.seed * 1_000_003 + epoch))
+        order, shaken = (torch.Generator().manual_seed(self.seed * 1_000_003 + 2 * epoch + i) for i in (0, 1))
+        for columns in self.rows.batches(self.size, order):
+            yield columns | {self.learned: self._shake(columns[self.learned], shaken)} if self.noise else columns
+
+    def _shake(self, value: Tensor, generator: torch.Generator) -> Tensor:
+        drawn = torch.randn(value.shape, generator=generator).to(value.dtype)
+        return value + (self.noise * value.float().std()).to(value.dtype) * drawn
 
     def in_order(self) -> Iterator[Columns]:
         return self.rows.batches(self.size)

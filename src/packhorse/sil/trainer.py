@@ -62,6 +62,7 @@ class SegmentedTrainer:
         rates: float | Sequence[float] | None = None,
         batch_sizes: int | Sequence[int] | None = None,
         refine: int = 1,
+        noise: float = 0.3,
         strategy: Strategy = "auto",
         microbatches: int | None = None,
         precision: Precision = "fp32",
@@ -74,13 +75,16 @@ class SegmentedTrainer:
     ):
         """`scheduler(optimizer, steps)` makes a part's LR scheduler; `rates` and `batch_sizes` are for all parts, or one each.
 
-        `refine`: epochs of each later part on real inputs, after those on made-up ones (mode="parallel").
+        `refine`: epochs of each later part on real inputs, after those on made-up ones (mode="parallel"). `noise`: by how many
+        of their standard deviations the inputs of later parts are shaken while they train; they never change again, as they
+        would in training end to end, and a part that sees the very same ones every epoch learns them by heart.
         """
-        _check_choices(mode, parts, cuts, num_classes, refine)
+        _check_choices(mode, parts, cuts, num_classes, refine, noise)
         x, y = take_apart(example)
         check_classes(y, num_classes)
         self.model, self.optimizer, self.example = model, optimizer, example
-        self.num_classes, self.mode, self.seed, self.refine = num_classes, mode, seed, refine
+        self.num_classes, self.mode, self.seed = num_classes, mode, seed
+        self.refine, self.noise = refine, noise
         self.loss, self.scheduler, self.progress = loss or mean_cross_entropy, scheduler, progress
         self._options: dict[str, Any] = {
             "strategy": strategy,
@@ -196,7 +200,7 @@ class SegmentedTrainer:
                 right, count = self._evaluate(i, source, None if i == self.num_parts - 1 else rows)
                 self.standings[i].accuracy = right / max(count, 1)
                 if i < self.num_parts - 1:
-                    source = Stored(opened.enter_context(Rows(rows)), self._rows, 0)
+                    source = Stored(opened.enter_context(Rows(rows)), self._rows)
         return right / max(count, 1)
 
     def _evaluate(self, i: int, source: Source, rows: Path | None) -> tuple[int, int]:
@@ -350,7 +354,7 @@ class SegmentedTrainer:
             yield Loaded(self.division, loader, self.num_classes, size)
             return
         with Rows(self._place(i - 1) / "rows") as rows:
-            yield Stored(rows, size or self._rows, self._seed(i))
+            yield Stored(rows, size or self._rows, self._seed(i), self.division.crossings[i - 1].learned, self.noise)
 
     @property
     def _rows(self) -> int:
@@ -455,6 +459,7 @@ class SegmentedTrainer:
             "num_classes": self.num_classes,
             "mode": self.mode,
             "seed": self.seed,
+            "noise": self.noise,
         }
         path = self._directory / HEADER
         if path.exists():
@@ -545,7 +550,9 @@ def _one_each(given: Any, num_parts: int, name: str) -> list[Any]:
     return list(given)
 
 
-def _check_choices(mode: str, parts: int | None, cuts: Sequence[str], num_classes: int, refine: int) -> None:
+def _check_choices(
+    mode: str, parts: int | None, cuts: Sequence[str], num_classes: int, refine: int, noise: float
+) -> None:
     if mode not in ("sequential", "parallel"):
         raise PackhorseError(f"mode is {mode!r}, expected one of sequential, parallel")
     if (parts is None) == (not cuts):
@@ -556,3 +563,5 @@ def _check_choices(mode: str, parts: int | None, cuts: Sequence[str], num_classe
         raise PackhorseError(f"num_classes is {num_classes!r}, expected a number of at least 2")
     if refine < 0:
         raise PackhorseError(f"refine is {refine}, expected a number of epochs, or 0 for none")
+    if not noise >= 0:
+        raise PackhorseError(f"noise is {noise}, expected a number of standard deviations, or 0 for none")
