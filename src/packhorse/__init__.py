@@ -11,6 +11,7 @@ from packhorse.errors import (
     PackhorseError,
     PartitionError,
     PlanError,
+    RanksError,
     ScheduleError,
     StoreError,
 )
@@ -19,6 +20,7 @@ from packhorse.machine import Machine
 from packhorse.memory import Memory
 from packhorse.partition import Partition, Segment, partition
 from packhorse.plan import Plan
+from packhorse.ranks.shape import Ranks
 from packhorse.search import make_plan
 from packhorse.sil import SegmentedTrainer
 from packhorse.store import DiskStore, RamStore
@@ -43,6 +45,8 @@ __all__ = [
     "Plan",
     "PlanError",
     "RamStore",
+    "Ranks",
+    "RanksError",
     "ScheduleError",
     "Segment",
     "SegmentedTrainer",

@@ -19,6 +19,8 @@ from packhorse.optimizer import Stepper
 from packhorse.partition import Footprint, Partition, Segment, find_footprint
 from packhorse.precision import Cast, Precision
 from packhorse.price import PASSES, Price, price_node, price_update
+from packhorse.ranks.links import Links
+from packhorse.ranks.shape import ALONE, Ranks
 from packhorse.rehearse import Likely, Rehearsed, reckon
 from packhorse.store import MASTER, Block
 from packhorse.store.places import make_places
@@ -42,6 +44,8 @@ class Case:
     is_slowed: bool = False  # a store in RAM that is slowed down as if it were behind a link
     casts: tuple[Cast, ...] = ()
     stepper: Stepper | None = None
+    ranks: Ranks = ALONE
+    links: Links | None = None  # to other ranks
     rehearsed: Rehearsed = field(default_factory=Rehearsed)
 
     # -- parameters
@@ -55,7 +59,7 @@ class Case:
     def copies(self) -> dict[int, int]:
         """Of those, what takes host memory beside the store's own: all from disk, from RAM what is cast."""
         return {
-            s: sum(b.working_nbytes for b in blocks if self.on_disk or b.is_cast)
+            s: sum(b.working_nbytes for b in blocks if self.on_disk or b.is_cast or self.layout.shards)
             for s, blocks in enumerate(self.blocks)
         }
 

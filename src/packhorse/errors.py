@@ -47,3 +47,7 @@ class MachineError(PackhorseError):
 
 class NumericsError(PackhorseError):
     """A loss or a gradient is not finite."""
+
+
+class RanksError(PackhorseError):
+    """Processes that should train one model together do not fit, or one of them is gone."""

@@ -10,6 +10,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from packhorse.case import Case, count_uses, master_bytes
 from packhorse.machine import Machine
@@ -471,6 +472,13 @@ class _Walk:
                 self._advance()
             else:
                 self._step()
+
+    # -- other ranks
+
+    def _between_ranks(self, *_: Any) -> None:
+        """What goes to other ranks and comes from them takes no time of this one."""
+
+    _recv = _send = _recvg = _sendg = _loss = _reduce = _pass = _take = _tell = _hear = _between_ranks
 
     def _intent(self, *_: None) -> None:
         """The batch is small beside the model."""

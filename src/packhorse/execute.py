@@ -24,8 +24,13 @@ from packhorse.fetched import Fetched
 from packhorse.gradient import Gradient
 from packhorse.graph import Ref
 from packhorse.keys import key_generator
+from packhorse.memory import Pool
 from packhorse.optimizer import Group
 from packhorse.partition import Partition, Segment
+from packhorse.ranks.exchange import Exchange
+from packhorse.ranks.links import Links
+from packhorse.ranks.traffic import Traffic
+from packhorse.ranks.world import World
 from packhorse.running import Running
 from packhorse.schedule import Action, show
 from packhorse.state import ModelState
@@ -39,10 +44,11 @@ COMMIT = "commit"  # beside the names of blocks
 
 @dataclass(frozen=True)
 class Program:
-    """A partition and the list of actions that runs it."""
+    """A partition and the list of actions that runs it; with the traffic between ranks, if they share it."""
 
     partition: Partition
     actions: Sequence[Action]
+    traffic: Traffic | None = None
 
     @cached_property
     def kept(self) -> frozenset[tuple[int, int]]:
@@ -60,7 +66,7 @@ class Program:
 
     @cached_property
     def uses(self) -> Counter[str]:
-        """How often each value of a microbatch is read by a forward or a recomputation."""
+        """How often each value of a microbatch is read by a forward, by a recomputation, or to be sent."""
         uses: Counter[str] = Counter()
         for kind, s, k in self.actions:
             if kind in ("F", "R") and k == 0:
@@ -69,6 +75,9 @@ class Program:
                 uses.update(segment.inputs)
                 if kind == "R":
                     uses.update(_snapshot_name(s, name) for name in self.written(s))
+            if kind == "SEND" and k == 0 and s is not None and self.traffic is not None:
+                for number in self.traffic.sent_by(s, backward=False):
+                    uses.update(self.traffic.messages[number].names)
         return uses
 
     @cached_property
@@ -125,6 +134,7 @@ class Task:
     scale: Tensor | None = None  # of the gradients, before an update
     norm: float | None = None
     overflowed: bool = False
+    loss: Tensor | None = None  # of all ranks, once it is known
     intent: Mapping[str, Any] = field(default_factory=dict)  # with one version: what finishing the step would take
     batch: Sequence[Tensor] = ()  # likewise
     times: "array[float]" = field(default_factory=lambda: array("d"))
@@ -149,6 +159,9 @@ class Executor:
         seed: int,
         overlap: bool,
         updates_ahead: int = 1,
+        world: World | None = None,
+        links: Links | None = None,
+        pool: Pool | None = None,
     ):
         self.state, self.store, self.layout = state, state.store, state.layout
         self.device, self.updater, self.stash = device, updater, stash
@@ -175,6 +188,10 @@ class Executor:
             "UPDATE": self._update,
             "COMMIT": self._commit,
         }
+        self.exchange: Exchange | None = None
+        if world is not None and links is not None and pool is not None:
+            self.exchange = Exchange(self, world, links, pool)
+            self.handlers |= self.exchange.handlers
 
     def run(self, task: Task) -> Task:
         """The one loop."""
@@ -202,19 +219,24 @@ class Executor:
         finally:
             self.device.generator.set_state(generator_state)
         assert not self.stash, "what is stashed is used"
+        if self.exchange is not None:
+            self.exchange.await_losses()
+            self.exchange.join_statistics(task, task.constants)
         self.state.buffers.update({name: self._bring_home(buffer) for name, buffer in task.buffers.items()})
         for results in task.results:
             results.update({name: self._bring_home(result) for name, result in results.items()})
         return task
 
     def drain(self) -> None:
-        """Waits until all updates are done."""
+        """Waits until all updates are done, and what was sent has been received."""
         futures = self._under_way()
         failures = [error for error in (future.exception() for future in futures) if error is not None]
         self.pending.clear()
         self.in_flight.clear()
         if failures:
             raise failures[0]
+        if self.exchange is not None:
+            self.exchange.post.finish()
 
     def submit_commit(self, commit: Callable[[], None]) -> None:
         """Runs when the updates that are under way are written; the next step's wait for it, but not what that reads.
@@ -246,6 +268,8 @@ class Executor:
 
     def close(self) -> None:
         self.worker.close()
+        if self.exchange is not None:
+            self.exchange.close()
 
     def _abandon(self, task: Task) -> None:
         """After a failure: nothing of the step stays behind, but what was already updated."""
@@ -293,8 +317,9 @@ class Executor:
         if stashed and remaining[name] == 0:
             self.stash.drop((name, k))
 
-    def _wait(self, value: Any) -> Tensor:
-        return value.wait() if isinstance(value, Arrival) else value
+    def _wait(self, value: Any) -> Any:
+        """A tensor, or what brings it; a gradient that comes from another rank may turn out not to be there."""
+        return value if isinstance(value, Tensor) else value.wait()
 
     def _bring(self, tensor: Tensor) -> Tensor:
         return self.device.wait(self.device.upload(tensor))
@@ -356,6 +381,7 @@ class Executor:
         for key in [("gradient", name, k) for name in seeds]:
             if key in self.stash:
                 self.stash.drop(key)
+        seeds = {name: seed for name, seed in seeds.items() if seed is not None}
         for name in segment.outputs:
             if name in task.program.results and name not in seeds and outputs[name].requires_grad:
                 seeds[name] = self._seed(task, k, outputs[name])
@@ -375,7 +401,7 @@ class Executor:
 
     def _accumulate(self, task: Task, s: int, name: str, gradient: Tensor, alone: bool) -> None:
         block, slot = self.layout.places[name]
-        if not self.layout.states.get(block.name):
+        if not self.layout.states.get(block.name) and block.name not in self.layout.followed:
             return  # trainable, but none of the optimizer's
         key = (block.name, s)
         if key not in task.sums:
@@ -389,7 +415,9 @@ class Executor:
         segment = task.program.partition.segments[action.segment]
         graph = task.program.partition.graph
         trainable = {n for n in segment.parameters if task.training and graph.parameters[n].trainable}
-        fetched = Fetched(self.store, self.device, self.layout.blocks_of(segment), segment, trainable, self.pending)
+        blocks, shards = self.layout.blocks_of(segment), self.layout.shards
+        gathering = self.exchange.gathering if self.exchange is not None else None
+        fetched = Fetched(self.store, self.device, blocks, segment, trainable, self.pending, shards, gathering)
         self.fetched[action.segment] = fetched
         if not self.overlap:
             fetched.wait()
@@ -445,7 +473,7 @@ class Executor:
 
     # -- gradients, update, commit
 
-    def _hand_over(self, task: Task, s: int, block: Block) -> Gradient | None:
+    def hand_over(self, task: Task, s: int, block: Block) -> Gradient | None:
         """A complete gradient, on its way to the host."""
         gradient = task.sums.get((block.name, s))
         if gradient is not None:
@@ -465,15 +493,17 @@ class Executor:
             block = task.sums[name, segment].block
             home = self.layout.home(block)
             if segment == s and (task.deferred or home != s):
-                gradient = self._hand_over(task, s, block)
+                gradient = self.hand_over(task, s, block)
                 assert gradient is not None
                 norms = task.norms if task.deferred else None  # of a tied one the last, of all its uses, is what counts
                 job = partial(self.updater.park, gradient, norms, check=not task.deferred)
-                self._submit([block.name], [gradient], job, URGENT)
+                self.submit([block.name], [gradient], job, URGENT)
 
     def _norm(self, task: Task, action: Action) -> None:
         """The norm of all gradients, as `clip_grad_norm_` takes it: of each tensor first, in the order of the model."""
         self.drain()
+        if self.exchange is not None:
+            self.exchange.join_norms(task)
         order = [name for name in task.program.partition.graph.parameters if name in task.norms]
         norms = [task.norms[name] / task.loss_scale for name in order]
         if not norms:
@@ -485,7 +515,7 @@ class Executor:
             if task.loss_scale != 1.0:
                 task.overflowed = True
                 return
-            s = self.layout.users[self.layout.places[bad][0].name][0]
+            s = next((s.index for s in task.program.partition.segments if bad in s.parameters), 0)
             raise NumericsError(
                 f"step {task.step}: the gradient of {bad} (segment {s}) is not finite; nothing was updated. Lower the "
                 "learning rate, or look at the batch"
@@ -504,10 +534,10 @@ class Executor:
             return
         blocks = [block for block in self.layout.blocks if self.layout.home(block) == s]
         for together in [blocks] if self.store.rolls and blocks else [[block] for block in blocks]:
-            members = [(block, self._hand_over(task, s, block)) for block in together]
+            members = [(block, self.hand_over(task, s, block)) for block in together]
             boundary = self._note_boundary(s) if self.store.rolls else None
             job = partial(self.updater.update, members, task.groups, task.scale, boundary)
-            self._submit([b.name for b in together], [g for _, g in members if g is not None], job, s + 1)
+            self.submit([b.name for b in together], [g for _, g in members if g is not None], job, s + 1)
 
     def _note_boundary(self, s: int) -> Boundary:
         """What finishing the step takes once this segment is updated."""
@@ -528,7 +558,7 @@ class Executor:
             tensors |= {f"batch:{i}": tensor.cpu() for i, tensor in enumerate(task.batch)}
         self.store.begin_step(intent, tensors)
 
-    def _submit(
+    def submit(
         self, blocks: Sequence[str], gradients: Sequence[Gradient], job: Callable[[], Future[Any] | None], priority: int
     ) -> None:
         """Work for the update thread, the first segment first: it is needed first in the next step.
@@ -556,7 +586,10 @@ class Executor:
             if worked.exception() is not None:
                 finished.set_exception(worked.exception())
 
-        self.worker.submit(work, priority=priority).add_done_callback(failed)
+        def begin() -> None:
+            self.worker.submit(work, priority=priority).add_done_callback(failed)
+
+        _when_summed(gradients, begin)
         self.pending.update(dict.fromkeys(blocks, finished))
         self.in_flight.add(finished)
         while len(self.in_flight) > self.updates_ahead:
@@ -564,17 +597,48 @@ class Executor:
             for update in done:
                 update.result()
 
+    def submit_after(self, block: str, job: Callable[[], None]) -> None:
+        """When a block's update is done; if there is none under way, at once."""
+        done: Future[Any] = Future()
+
+        def begin(updated: "Future[Any]") -> None:
+            if updated.exception() is not None:
+                done.set_exception(updated.exception())
+            else:
+                self.worker.submit(job, priority=URGENT).add_done_callback(partial(pass_on, done))
+
+        gather([f for f in [self.pending.get(block)] if f is not None], lambda: None).add_done_callback(begin)
+        self.in_flight.add(done)
+
     def _check_losses(self, task: Task) -> None:
         for k, results in enumerate(task.results):
             for loss in results.values():
                 if not torch.isfinite(loss):
                     raise NumericsError(
-                        f"step {task.step}: the loss of microbatch {k} is {float(loss)}; nothing was updated. Look at that "
-                        "part of the batch, or lower the learning rate"
+                        f"step {task.step}: the loss of microbatch {task.microbatches[k].number} is {float(loss)}; nothing was "
+                        "updated. Look at that part of the batch, or lower the learning rate"
                     )
+        if self.exchange is not None:
+            self.exchange.await_losses()
+            if task.loss is not None and not torch.isfinite(task.loss):
+                raise NumericsError(
+                    f"step {task.step}: a loss on another rank is not finite, which tells of it; nothing was updated"
+                )
 
     def _commit(self, task: Task, action: Action) -> None:
         """What is under way is part of the step; the trainer writes it down when it is done."""
+
+
+def _when_summed(gradients: Sequence[Gradient], then: Callable[[], None]) -> None:
+    """The thread of updates shall not wait for other ranks while another gradient is there."""
+    sums = [gradient.summing for gradient in gradients if gradient.summing is not None]
+    if not sums:
+        then()
+        return
+    parts: list[Future[None]] = [Future() for _ in sums]
+    gather(parts, then)
+    for part, work in zip(parts, sums, strict=True):
+        work.when_done(partial(part.set_result, None))
 
 
 def _wait_for_all(futures: "Sequence[Future[Any]]") -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from packhorse.device import Arrival, Device
 from packhorse.partition import Segment
+from packhorse.ranks.shards import Gathering, Shard
 from packhorse.store import MASTER, Block, Loan, Store
 from packhorse.store.lane import pass_on
 
@@ -27,8 +28,12 @@ class Fetched:
         segment: Segment,
         trainable: set[str],
         pending: Mapping[str, "Future[Any]"],
+        shards: Mapping[str, Shard],
+        gathering: Gathering | None,
     ):
         self.store, self.device, self.blocks = store, device, blocks
+        self.shards, self.gathering = shards, gathering
+        self.gathered: list[Future[Tensor]] = []
         self.names = {*segment.parameters, *segment.buffers}
         self.trainable = trainable
         self.loans: list[Loan] = []
@@ -37,6 +42,9 @@ class Fetched:
 
     def _start(self, block: Block, update: "Future[Any] | None") -> Arrival:
         """Borrows a block as soon as its update, if one is under way, is done."""
+        if self.gathering is not None:
+            self.gathered.append(self.gathering.start(self.shards[block.name], update))
+            return Arrival(self.device, self.gathered[-1])
         host: Future[Tensor] = Future()
         waiting = [host]  # emptied when it is answered: an update remembers its callbacks, and with them all they know
 
@@ -77,4 +85,7 @@ class Fetched:
                 self.device.release(flat)
         for loan in self.loans:
             loan.give_back()
-        self.arrivals, self.loans = [], []
+        for gathered in self.gathered:
+            if gathered.exception() is None:
+                self.gathering.give_back(gathered.result())  # type: ignore[union-attr]  # it gathered them
+        self.arrivals, self.loans, self.gathered = [], [], []

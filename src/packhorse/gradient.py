@@ -6,6 +6,7 @@ only looked up, the rows that were are kept, as long as they are few: the others
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,6 +69,7 @@ class Gradient:
     _taken: set[str] = field(default_factory=set)  # in memory of the device's own
     _transfers: list[Transfer] = field(default_factory=list)
     _is_finite: bool = False
+    summing: Any = None  # over replicas, under way
 
     def add(self, slot: Slot, gradient: Tensor, alone: bool) -> None:
         """Adds one microbatch's; `alone` if nobody else has this tensor. The first is not added to zero, so that -0.0 stays."""
@@ -76,7 +78,7 @@ class Gradient:
         elif slot.name in self.tensors:
             self._add(slot, gradient)
         elif alone and self._fits(slot, gradient):
-            self._keep(slot, gradient.as_strided((slot.numel,), (1,)))
+            self.keep(slot, gradient.as_strided((slot.numel,), (1,)))
         else:
             slot.shape_of(self.make(slot)).copy_(gradient)
 
@@ -123,7 +125,8 @@ class Gradient:
             and torch._C._storage_Use_Count(storage._cdata) == holders
         )
 
-    def _keep(self, slot: Slot, flat: Tensor) -> None:
+    def keep(self, slot: Slot, flat: Tensor) -> None:
+        """What torch has allocated becomes the sum of a tensor."""
         self.device.count(flat.nbytes, "gradients")
         self.tensors[slot.name] = flat
         self.present.add(slot.name)
@@ -133,15 +136,40 @@ class Gradient:
         dtype = self.block.kinds[MASTER]
         nbytes = slot.numel * dtype.itemsize
         if nbytes < SMALL:
-            self._keep(slot, torch.empty(slot.numel, dtype=dtype, device=self.device.name))
+            self.keep(slot, torch.empty(slot.numel, dtype=dtype, device=self.device.name))
         else:
             self.tensors[slot.name] = self.device.take(nbytes, "gradients")[:nbytes].view(dtype)
             self._taken.add(slot.name)
             self.present.add(slot.name)
         return self.tensors[slot.name]
 
+    def spread(self, block: Block) -> Tensor:
+        """All tensors at their places in a block, with zeros between them."""
+        flat = torch.zeros(block.numel, dtype=block.kinds[MASTER], device=self.device.name)
+        for slot in block.slots:
+            if slot.name in self.tensors:
+                flat[slot.start : slot.stop] = self.tensors[slot.name]
+        return flat
+
+    def join(self) -> Tensor:
+        """All tensors as one, in the order of their slots, of which they are views from now on."""
+        self.fill_all()
+        slots = [slot for slot in self.block.slots if slot.name in self.tensors]
+        if len(slots) == 1:
+            return self.tensors[slots[0].name]
+        whole = torch.cat([self.tensors[slot.name] for slot in slots])
+        self.let_go()
+        start = 0
+        for slot in slots:
+            self.keep(slot, whole[start : start + slot.numel])
+            start += slot.numel
+        return whole
+
     def bring_home(self) -> None:
-        """Starts to bring it to the host."""
+        """Starts to bring it to the host; what is summed on a device comes when it is summed."""
+        if self.summing is not None and self.device.name != "cpu":
+            self.summing.wait()
+            self.summing = None
         self._transfers = [self.device.download(flat) for flat in self.tensors.values()]
         self.tensors = dict(zip(self.tensors, [t.tensor for t in self._transfers], strict=True))
         for found in self.looked_up.values():
@@ -151,13 +179,16 @@ class Gradient:
 
     def wait(self) -> None:
         """Returns when it is there."""
+        if self.summing is not None:
+            self.summing.wait()
+            self.summing = None
         for transfer in self._transfers:
             self.device.wait_on_host(transfer)
         self._transfers.clear()
 
     @property
     def is_home(self) -> bool:
-        return all(transfer.event is None for transfer in self._transfers)
+        return self.summing is None and all(transfer.event is None for transfer in self._transfers)
 
     def refuse_non_finite(self) -> None:
         """Once it is home; asked a second time, it has been answered."""

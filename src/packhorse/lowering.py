@@ -202,6 +202,82 @@ def roll_forward(actions: Sequence[Action]) -> list[Action]:
     return [*lowered[:first], Action("INTENT"), *lowered[first:]]
 
 
+# -- between ranks
+
+
+def exchange(
+    actions: Sequence[Action],
+    receives: tuple[Collection[int], Collection[int]],
+    sends: tuple[Collection[int], Collection[int]],
+    distance: int,
+) -> list[Action]:
+    """Segments receive what other ranks made before they run, values forward and gradients backward, and send what they made.
+
+    Receives are posted up to `distance` runs of segments ahead, in the order in which they are needed.
+    """
+    before = {"F": ("RECV", receives[0]), "B": ("RECVG", receives[1])}
+    behind = {"F": ("SEND", sends[0]), "B": ("SENDG", sends[1])}
+    lowered: list[Action] = []
+    starts: list[int] = []  # where the last runs of segments begin
+    posted = 0  # behind the last receive
+    for action in actions:
+        kind, s, k = action
+        if kind in before and s in before[kind][1]:
+            at = max(posted, starts[-distance] if len(starts) >= distance > 0 else 0 if distance else len(lowered))
+            lowered.insert(at, Action(before[kind][0], s, k))
+            starts = [start + (start >= at) for start in starts]
+            posted = at + 1
+        if kind in COMPUTE:
+            starts.append(len(lowered))
+        lowered.append(action)
+        if kind in behind and s in behind[kind][1]:
+            lowered.append(Action(behind[kind][0], s, k))
+    return lowered
+
+
+def tell_losses(actions: Sequence[Action], last: int) -> list[Action]:
+    """All ranks learn the losses: from the one that runs the last segment, when it has; the others can listen at once."""
+    ends = [i for i, a in enumerate(actions) if a.kind == "F" and a.segment == last]
+    at = ends[-1] + 1 if ends else 0
+    return [*actions[:at], Action("LOSS"), *actions[at:]]
+
+
+def reduce(actions: Sequence[Action]) -> list[Action]:
+    """Complete gradients are summed over replicas before anything else is done with them."""
+    lowered: list[Action] = []
+    begun: set[int | None] = set()
+    for action in actions:
+        if action.kind in ("PARK", "PASS", "UPDATE") and action.segment not in begun:
+            begun.add(action.segment)
+            lowered.append(Action("REDUCE", action.segment))
+        lowered.append(action)
+    return lowered
+
+
+def share(
+    actions: Sequence[Action],
+    passes: Collection[int],
+    takes: Collection[int],
+    tells: Collection[int],
+    hears: Collection[int],
+) -> list[Action]:
+    """Parameters that several ranks use: one of them updates, with the gradients of all, and tells the others."""
+    lowered: list[Action] = []
+    for action in actions:
+        kind, s, _ = action
+        first = kind in ("PARK", "UPDATE") and lowered[-1] != Action("PARK", s)
+        if first and s in takes:
+            lowered.append(Action("TAKE", s))
+        if first and s in passes:
+            lowered.append(Action("PASS", s))
+        if kind == "COMMIT":
+            lowered += [Action("HEAR", t) for t in sorted(hears)]
+        lowered.append(action)
+        if kind == "UPDATE" and s in tells:
+            lowered.append(Action("TELL", s))
+    return lowered
+
+
 def finish(actions: Sequence[Action], updated: Collection[int]) -> list[Action]:
     """What is left of a step that was interrupted when the segments `updated` had been updated, and the journal said so.
 

@@ -20,13 +20,16 @@ from packhorse.estimate import Estimate
 from packhorse.graph import Graph
 from packhorse.memory import Tier
 from packhorse.precision import Cast, Precision
+from packhorse.ranks.links import Links
+from packhorse.ranks.shape import ALONE, Ranks
+from packhorse.ranks.traffic import Traffic
 from packhorse.schedule import Action
 from packhorse.units import format_bytes, format_seconds
 
 Strategy = Literal["auto", "resident", "relay", "pipeline"]
 
 # What a person may decide instead of the search, by editing a plan's file.
-DECISIONS = ("strategy", "microbatches", "cuts", "kept", "prefetch_bytes", "updates_ahead", "stash_bytes")
+DECISIONS = ("strategy", "microbatches", "cuts", "kept", "prefetch_bytes", "updates_ahead", "stash_bytes", "ranks")
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,8 @@ class Plan:
     updates_ahead: int = 1  # blocks whose gradients may wait while another is updated
     stash_bytes: int = 0  # how much of the stash stays in host memory; the rest goes to disk
     parks: frozenset[int] = frozenset()
+    ranks: Ranks = ALONE
+    owners: tuple[int, ...] = ()  # the places in the pipeline of all segments
     casts: tuple[Cast, ...] = ()
     state_bytes: int = 0  # masters and optimizer states
     estimate: Estimate = field(default_factory=Estimate)
@@ -74,24 +79,65 @@ class Plan:
     def num_segments(self) -> int:
         return len(self.cuts) + 1
 
-    def actions(self, num_microbatches: int, sizes: Mapping[int, int]) -> list[Action]:
-        """The list that trains on a batch of so many microbatches; `sizes` are the bytes a segment's FETCH brings."""
-        resident = self.strategy == "resident"
-        generate = schedule.resident if resident else schedule.relay
-        actions = generate(self.num_segments, num_microbatches, self.backward)
-        if not resident:
+    @property
+    def is_resident(self) -> bool:
+        """Whether parameters and graphs stay in memory, as in the ordinary loop."""
+        return self.strategy in ("resident", "pipeline")
+
+    def actions(self, num_microbatches: int, sizes: Mapping[int, int], links: Links | None = None) -> list[Action]:
+        """The list that trains on a batch of so many microbatches; `sizes` are the bytes a segment's FETCH brings.
+
+        With `links` to other ranks it is that of one rank, and the microbatches are those of its replica.
+        """
+        if self.strategy == "pipeline":
+            assert links is not None
+            lists = schedule.pipeline(
+                links.stages, self.ranks.pipeline, num_microbatches, self.backward, self.ranks.ahead
+            )
+            actions = lists[links.place]
+        else:
+            generate = schedule.resident if self.is_resident else schedule.relay
+            actions = generate(self.num_segments, num_microbatches, self.backward)
+        if not self.is_resident:
             actions = lowering.stash(lowering.recompute(actions, self.kept))
         actions = lowering.update(actions, num_microbatches, deferred=self.update == "deferred", parks=self.parks)
+        if links is not None:
+            actions = self._connect(actions, links.traffic, links)
+            actions = lowering.share(actions, links.passes, links.takes, links.tells, links.hears)
+        if self.ranks.data > 1:
+            actions = lowering.reduce(actions)
         if self.rolls:
             actions = lowering.roll_forward(actions)
-        stays = range(self.num_segments) if resident else self.kept
+        run_here = [s for s in range(self.num_segments) if links is None or s in links.local]
+        stays = run_here if self.is_resident else sorted(self.kept)
         actions = lowering.fetch(actions, stays)
         return lowering.prefetch(actions, sizes, self.prefetch_bytes + sum(sizes[s] for s in stays))
 
-    def forward_actions(self, num_segments: int, num_microbatches: int, sizes: Mapping[int, int]) -> list[Action]:
+    def _connect(self, actions: list[Action], traffic: Traffic, links: Links) -> list[Action]:
+        """What is exchanged with other ranks."""
+        receives, sends = traffic.receivers(), traffic.senders()
+        local = max(1, len(traffic.segments_of(links.place)))
+        connected = lowering.exchange(actions, receives, sends, distance=2 * local * (1 + self.ranks.ahead))
+        if traffic.partition.graph.mode == "predict":
+            return connected
+        return lowering.tell_losses(connected, len(traffic.owners) - 1)
+
+    def forward_actions(
+        self,
+        num_segments: int,
+        num_microbatches: int,
+        sizes: Mapping[int, int],
+        links: Links | None = None,
+        traffic: Traffic | None = None,
+    ) -> list[Action]:
         """The list that evaluates or predicts."""
-        actions = lowering.fetch(lowering.stash(schedule.forward(num_segments, num_microbatches)))
-        return lowering.prefetch(actions, sizes, self.prefetch_bytes)
+        if links is None or traffic is None:
+            actions = lowering.fetch(lowering.stash(schedule.forward(num_segments, num_microbatches)))
+            return lowering.prefetch(actions, sizes, self.prefetch_bytes)
+        local = traffic.segments_of(links.place)
+        actions = [Action("F", s, k) for k in range(num_microbatches) for s in local]
+        actions = lowering.fetch(self._connect(actions, traffic, links), local)
+        return lowering.prefetch(actions, sizes, sum(sizes[s] for s in local))
 
     # -- for people
 
@@ -102,6 +148,7 @@ class Plan:
         lines = {
             "how": f"{self.strategy}, {self.num_segments} segments, {self.microbatches} microbatches of at most {self.rows} "
             f"rows, {self.precision}, {self.update} update{graphs}",
+            **({"ranks": str(self.ranks)} if self.ranks.size > 1 else {}),
         }
         for tier in ("device", "host"):
             if tier in found.peak:
@@ -146,7 +193,8 @@ class Plan:
         """Text that `from_json` reads again, and that a person may edit: what `pinned` names stays as it is there."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         fields["casts"] = [[cast.what, str(cast.dtype).removeprefix("torch."), cast.rule] for cast in self.casts]
-        fields["estimate"], fields["plain"] = asdict(self.estimate), asdict(self.plain)
+        for name in ("estimate", "plain", "ranks"):
+            fields[name] = asdict(fields[name])
         for name in ("kept", "backward", "parks"):
             fields[name] = sorted(fields[name])
         return json.dumps(fields, indent=2)
@@ -157,10 +205,11 @@ class Plan:
             fields = json.loads(text)
             for name in ("kept", "backward", "parks"):
                 fields[name] = frozenset(int(s) for s in fields[name])
-            for name in ("cuts", "reasons", "pinned"):
+            for name in ("cuts", "reasons", "pinned", "owners"):
                 fields[name] = tuple(fields[name])
             fields["casts"] = tuple(Cast(what, getattr(torch, dtype), rule) for what, dtype, rule in fields["casts"])
             fields["estimate"], fields["plain"] = (Estimate(**fields[name]) for name in ("estimate", "plain"))
+            fields["ranks"] = Ranks(**fields["ranks"])
             plan = cls(**fields)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(f"this is no plan as `Plan.to_json` writes it: {type(error).__name__}: {error}") from None

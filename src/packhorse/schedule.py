@@ -6,7 +6,8 @@ segment 7.
 """
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from packhorse.errors import ScheduleError
@@ -22,6 +23,16 @@ KINDS: dict[str, tuple[str, bool, bool]] = {
     "RESTORE": ("start to bring what it reads back", True, True),
     "STASHG": ("move the gradients it made of its inputs away from the device", True, True),
     "RESTOREG": ("start to bring the gradients it needs back", True, True),
+    "RECV": ("start to receive what it reads from other ranks", True, True),
+    "SEND": ("start to send what it made to ranks that read it", True, True),
+    "RECVG": ("start to receive the gradients it needs from other ranks", True, True),
+    "SENDG": ("start to send the gradients it made of its inputs to the ranks they belong to", True, True),
+    "LOSS": ("the losses are known here: start to tell all ranks", False, False),
+    "REDUCE": ("its gradients are complete on this rank: start to sum them over replicas", True, False),
+    "PASS": ("start to send its gradients of parameters that another rank updates", True, False),
+    "TAKE": ("start to receive gradients of parameters that are updated here from other ranks", True, False),
+    "TELL": ("when its update is done: send parameters that other ranks use too", True, False),
+    "HEAR": ("start to receive parameters that another rank updates", True, False),
     "PARK": ("its gradients are complete: let them wait in the store", True, False),
     "NORM": ("all gradients are complete: find the global norm", False, False),
     "INTENT": ("write down what finishing the step takes: from here on it is not undone any more", False, False),
@@ -100,6 +111,88 @@ def forward(num_segments: int, num_microbatches: int) -> list[Action]:
     return [Action("F", s, k) for s in range(num_segments) for k in range(num_microbatches)]
 
 
+class Turn(NamedTuple):
+    """What a rank of a pipeline does at a time: all segments of a stage on a microbatch, forward or backward."""
+
+    backward: bool
+    stage: int
+    microbatch: int
+
+
+def pipeline(
+    stages: Sequence[Sequence[int]],
+    num_ranks: int,
+    num_microbatches: int,
+    backward: Collection[int],
+    ahead: int = 0,
+) -> list[list[Action]]:
+    """For every rank the order in which it runs its stages, of which each `num_ranks`-th is its own.
+
+    One forward, one backward: a rank runs a backward as soon as it can, and otherwise a forward, but has no more
+    microbatches under way than it takes to keep all ranks busy, and `ahead` more for each rank behind it, which hide the
+    time of messages. With several stages a rank, microbatches go through each in groups of as many as there are ranks.
+    """
+    has_backward = [any(s in backward for s in stage) for stage in stages]
+    lists: list[list[Action]] = []
+    for turns in _take_turns(num_ranks, has_backward, num_microbatches, ahead):
+        actions: list[Action] = []
+        for turn in turns:
+            segments = stages[turn.stage]
+            if turn.backward:
+                actions += [Action("B", s, turn.microbatch) for s in reversed(segments) if s in backward]
+            else:
+                actions += [Action("F", s, turn.microbatch) for s in segments]
+        lists.append(actions)
+    return lists
+
+
+def _take_turns(num_ranks: int, has_backward: Sequence[bool], num_microbatches: int, ahead: int) -> list[list[Turn]]:
+    """Plays the pipeline with forwards that take 1 and backwards that take 2; who is free does what is ready."""
+    num_stages, first = len(has_backward), has_backward.index(True) if True in has_backward else len(has_backward)
+    ends: dict[Turn, int] = {}
+    turns: list[list[Turn]] = [[] for _ in range(num_ranks)]
+    free = [0] * num_ranks
+    next_turn = {(b, c): 0 for c in range(num_stages) for b in (False, True) if not b or has_backward[c]}
+    limits = [_most_under_way(rank, num_ranks, num_stages, ahead) for rank in range(num_ranks)]
+    under_way = [0] * num_ranks
+
+    def ready_at(turn: Turn) -> int | None:
+        """None: what it waits for has no time yet."""
+        _, c, k = turn
+        if not turn.backward:
+            return 0 if c == 0 else ends.get(Turn(False, c - 1, k))
+        return ends.get(Turn(True, c + 1, k) if c + 1 < num_stages else Turn(False, c, k))
+
+    def order_of(turn: Turn) -> tuple[int, int, int]:
+        group = turn.microbatch // num_ranks if num_stages > num_ranks else 0
+        return group, (-turn.stage if turn.backward else turn.stage), turn.microbatch
+
+    while any(k < num_microbatches for k in next_turn.values()):
+        offers: list[tuple[int, bool, bool, tuple[int, int, int], int, Turn]] = []
+        for (b, c), k in next_turn.items():
+            turn, rank = Turn(b, c, k), c % num_ranks
+            ready = ready_at(turn) if k < num_microbatches else None
+            if ready is not None:
+                is_over = not b and c >= first and under_way[rank] >= limits[rank]
+                offers.append((max(ready, free[rank]), is_over, not b, order_of(turn), rank, turn))
+        within = [offer for offer in offers if not offer[1]] or offers  # nobody may go on: one has more under way, then
+        start, _, _, _, rank, turn = min(within)
+        free[rank] = ends[turn] = start + (2 if turn.backward else 1)
+        turns[rank].append(turn)
+        next_turn[turn.backward, turn.stage] += 1
+        if turn.stage >= first:
+            under_way[rank] += -1 if turn.backward else 1
+    return turns
+
+
+def _most_under_way(rank: int, num_ranks: int, num_stages: int, ahead: int) -> int:
+    """Forwards of a rank without their backwards."""
+    behind, rounds = num_ranks - 1 - rank, num_stages // num_ranks
+    if rounds == 1:
+        return 1 + behind * (1 + ahead)
+    return 1 + 2 * behind + (rounds - 1) * num_ranks + ahead * behind
+
+
 def check(
     actions: Sequence[Action],
     num_segments: int,
@@ -108,14 +201,18 @@ def check(
     *,
     moves: bool = True,
     parked: Collection[int] = (),
+    local: Collection[int] | None = None,
+    receives: tuple[Collection[int], Collection[int]] = ((), ()),
 ) -> None:
     """Raises a `ScheduleError` that shows the first illegal action in its place and says why it is illegal.
 
     `backward` are the segments that have a gradient to compute (none in evaluation). With `moves` the list must fetch what
     it runs and restore what it stashed; without, only the order of compute is looked at, as a generator emits it. The
-    gradients of `parked` were parked before the list begins: it finishes a step that was interrupted.
+    gradients of `parked` were parked before the list begins: it finishes a step that was interrupted. On a rank that runs
+    only `local` segments, those in `receives` must get what others made, values or gradients, before they run.
     """
-    state = _State(num_segments, num_microbatches, frozenset(backward), moves, frozenset(parked))
+    here = frozenset(range(num_segments) if local is None else local)
+    state = _State(num_segments, num_microbatches, frozenset(backward) & here, moves, frozenset(parked), here, receives)
     for i, action in enumerate(actions):
         reason = state.advance(action)
         if reason:
@@ -129,9 +226,17 @@ class _State:
     """What has been done so far. `advance` returns why an action may not come now, or an empty text."""
 
     def __init__(
-        self, num_segments: int, num_microbatches: int, backward: frozenset[int], moves: bool, before: frozenset[int]
+        self,
+        num_segments: int,
+        num_microbatches: int,
+        backward: frozenset[int],
+        moves: bool,
+        before: frozenset[int],
+        local: frozenset[int],
+        receives: tuple[Collection[int], Collection[int]],
     ):
-        self.num_segments, self.num_microbatches = num_segments, num_microbatches
+        self.num_segments, self.num_microbatches, self.local = num_segments, num_microbatches, local
+        self.receives = receives
         self.backward, self.moves, self.before = backward, moves, before
         self.fetched: set[int] = set()
         self.forwards = [0] * num_segments  # microbatches run forward so far
@@ -139,6 +244,8 @@ class _State:
         self.graphs: set[tuple[int, int]] = set()
         self.away: set[tuple[str, int, int]] = set()  # stashed: values or gradients, segment, microbatch
         self.restored: set[tuple[str, int, int]] = set()
+        self.received: set[tuple[str, int, int]] = set()
+        self.passed: set[tuple[str, int]] = set()  # what was started once for a segment
         self.parked = set(before)
         self.normed = self.intended = False
         self.updated: set[int] = set()
@@ -152,7 +259,7 @@ class _State:
             return f"there are {self.num_segments} segments"
         if k is not None and not 0 <= k < self.num_microbatches:
             return f"there are {self.num_microbatches} microbatches"
-        of_microbatch = {
+        of_microbatch: dict[str, Callable[[int, int], str]] = {
             "F": self._forward,
             "R": self._recompute,
             "B": self._backward,
@@ -160,16 +267,30 @@ class _State:
             "RESTORE": self._restore,
             "STASHG": self._stash_gradients,
             "RESTOREG": self._restore_gradients,
+            "RECV": partial(self._receive, "values"),
+            "RECVG": partial(self._receive, "gradients"),
+            "SEND": self._send,
+            "SENDG": self._send_gradients,
         }
-        of_segment = {"FETCH": self._fetch, "EVICT": self._evict, "PARK": self._park, "UPDATE": self._update}
+        of_segment: dict[str, Callable[[int], str]] = {
+            "FETCH": self._fetch,
+            "EVICT": self._evict,
+            "PARK": self._park,
+            "UPDATE": self._update,
+            "REDUCE": partial(self._once, "REDUCE"),
+            "PASS": partial(self._once, "PASS"),
+            "TAKE": partial(self._once, "TAKE"),
+            "TELL": partial(self._once, "TELL"),
+            "HEAR": partial(self._once, "HEAR"),
+        }
         if s is not None and k is not None:
             return of_microbatch[kind](s, k)
         if s is not None:
             return of_segment[kind](s)
-        return {"NORM": self._norm, "INTENT": self._intent, "COMMIT": self._commit}[kind]()
+        return {"NORM": self._norm, "INTENT": self._intent, "COMMIT": self._commit, "LOSS": self._loss}[kind]()
 
     def finish(self) -> str:
-        for s in set(range(self.num_segments)) - self.before:
+        for s in self.local - self.before:
             if self.forwards[s] < self.num_microbatches:
                 return f"segment {s} ran forward on {self.forwards[s]} of {self.num_microbatches} microbatches"
             if s in self.backward and self.backwards[s] < self.num_microbatches:
@@ -181,12 +302,16 @@ class _State:
         return "" if self.committed or not (self.moves and self.backward) else "the step was not committed"
 
     def _needs(self, s: int) -> str:
+        if s not in self.local:
+            return f"segment {s} is another rank's"
         if s in self.updated:
             return f"segment {s} is already updated, and would run on the next step's parameters"
         return f"segment {s} is not fetched" if self.moves and s not in self.fetched else ""
 
     def _has_inputs(self, s: int, k: int) -> str:
         """Values of the segment before; those of earlier ones have been made before those."""
+        if s in self.receives[0] and ("values", s, k) not in self.received:
+            return f"what other ranks made of microbatch {k} is not received"
         if s and ("values", s - 1, k) in self.away and ("values", s, k) not in self.restored:
             return f"what segment {s - 1} made of microbatch {k} is stashed and was not restored"
         return ""
@@ -194,7 +319,7 @@ class _State:
     def _forward(self, s: int, k: int) -> str:
         if self.forwards[s] != k:
             return f"microbatches pass a segment in order, and {self.forwards[s]} is next"
-        if s and self.forwards[s - 1] <= k:
+        if s and s - 1 in self.local and self.forwards[s - 1] <= k:
             return f"segment {s - 1} has not run on microbatch {k}"
         reason = self._needs(s) or self._has_inputs(s, k)
         self.forwards[s] += 1
@@ -220,7 +345,9 @@ class _State:
         if (s, k) not in self.graphs:
             return f"there is no graph: neither {s}F{k} nor {s}R{k} left one that still has its parameters"
         later = [t for t in self.backward if t > s]
-        if later and self.backwards[min(later)] <= k:
+        if s in self.receives[1] and ("gradients", s, k) not in self.received:
+            return f"the gradients that other ranks made of microbatch {k} are not received"
+        if later and self.backwards[min(later)] <= k and self._follows(s, min(later)):
             return f"{min(later)}B{k} has not run"
         if later and ("gradients", min(later), k) in self.away and ("gradients", s, k) not in self.restored:
             return f"the gradients that {min(later)}B{k} made are stashed and were not restored"
@@ -228,6 +355,37 @@ class _State:
         self.graphs.discard((s, k))
         self.restored.discard(("gradients", s, k))
         return self._needs(s)
+
+    def _follows(self, s: int, later: int) -> bool:
+        """Whether all segments between two are here, so that one needs what the other made."""
+        return all(t in self.local for t in range(s, later))
+
+    def _receive(self, what: str, s: int, k: int) -> str:
+        if (what, s, k) in self.received:
+            return "it is already received"
+        self.received.add((what, s, k))
+        return "" if s in self.local else f"segment {s} is another rank's"
+
+    def _send(self, s: int, k: int) -> str:
+        return "" if self.forwards[s] > k else f"{s}F{k} has not run"
+
+    def _send_gradients(self, s: int, k: int) -> str:
+        return "" if self.backwards[s] > k else f"{s}B{k} has not run"
+
+    def _once(self, kind: str, s: int) -> str:
+        """What concerns complete gradients or updated parameters, and is begun once."""
+        again = (kind, s) in self.passed
+        self.passed.add((kind, s))
+        if again:
+            return "it is already begun"
+        if kind == "TELL" and s not in self.updated:
+            return f"segment {s} is not updated"
+        return self._complete(s) if kind in ("REDUCE", "PASS") else ""
+
+    def _loss(self) -> str:
+        last = self.num_segments - 1
+        missing = last in self.local and self.forwards[last] < self.num_microbatches
+        return f"segment {last} has not run on all microbatches" if missing else ""
 
     def _stash(self, s: int, k: int) -> str:
         if self.forwards[s] <= k:

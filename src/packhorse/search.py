@@ -24,6 +24,7 @@ from packhorse.memory import TYPICAL, Memory, Tier, read_budget, resident_bytes
 from packhorse.optimizer import Stepper
 from packhorse.partition import Partition, find_places, partition
 from packhorse.plan import Plan, Strategy, find_fingerprint, read_plan
+from packhorse.ranks.shape import ALONE, Ranks
 from packhorse.rehearse import Rehearsed
 from packhorse.units import format_bytes, format_seconds
 
@@ -49,13 +50,10 @@ class Wish:
     prefetch_bytes: int | None = None
     updates_ahead: int | None = None
     stash_bytes: int | None = None
+    ranks: Ranks = ALONE
 
     def __post_init__(self) -> None:
-        if self.strategy == "pipeline":
-            raise PackhorseError(
-                "strategy='pipeline' needs several processes, which this version does not run; use 'relay'"
-            )
-        if self.strategy not in ("auto", "resident", "relay"):
+        if self.strategy not in ("auto", "resident", "relay", "pipeline"):
             raise PackhorseError(f"strategy is {self.strategy!r}, expected 'auto', 'resident', 'relay' or 'pipeline'")
         count = self.microbatches
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
@@ -90,7 +88,7 @@ def choose(
     case, plan = _choose(graph, case_of, wish, memory, machine, rehearsed, explain)
     for _ in range(REHEARSALS):
         if not _is_worth_running(case, plan, memory, machine) or not case.rehearse(
-            plan.rows, machine, resident=plan.strategy == "resident"
+            plan.rows, machine, resident=plan.is_resident
         ):
             break
         try:
@@ -103,11 +101,11 @@ def choose(
 
 def _is_worth_running(case: Case, plan: Plan, memory: Memory, machine: Machine) -> bool:
     """Not for short steps, and not if a second process would break the budget."""
-    if not machine.is_here or plan.estimate.seconds < LONG:
-        return False
+    if not machine.is_here or plan.estimate.seconds < LONG or plan.ranks.size > 1:
+        return False  # ranks that do it at once would measure each other
     needed = resident_bytes() + TYPICAL
     if machine.device == "cpu":
-        needed += case.rehearsal_bytes(plan.rows, machine, resident=plan.strategy == "resident")
+        needed += case.rehearsal_bytes(plan.rows, machine, resident=plan.is_resident)
     return needed <= _find_limits(case, memory, machine)["host"]
 
 
@@ -211,13 +209,19 @@ class _Search:
             )
         wanted = [min(wish.microbatches, case.batch_rows)] if wish.microbatches else _halvings(case.batch_rows)
         counts = dict.fromkeys(count_microbatches(case.partition.graph, case.batch_rows, n)[0] for n in wanted)
-        both = ("relay",) if case.on_disk else ("resident", "relay")
-        for strategy in both if wish.strategy == "auto" else (wish.strategy,):
+        for strategy in self._strategies() if wish.strategy == "auto" else (wish.strategy,):
             for count in counts:
+                if count < min(case.ranks.data, case.batch_rows):
+                    continue
                 plan = self._make(strategy, count)
                 yield plan
                 if strategy == "relay" and not self._fits(plan) and wish.prefetch_bytes is None:
                     yield self._price(replace(plan, prefetch_bytes=0))
+
+    def _strategies(self) -> tuple[str, ...]:
+        if self.case.ranks.pipeline > 1:
+            return ("pipeline",)
+        return ("relay",) if self.case.on_disk else ("resident", "relay")
 
     def _make(self, strategy: str, microbatches: int) -> Plan:
         case, wish = self.case, self.wish
@@ -235,29 +239,33 @@ class _Search:
             case.update,
             case.on_disk,
             case.rolls,
-            parks=case.layout.parks(),
+            parks=case.layout.parks() | (case.links.waits if case.links is not None else frozenset()),
+            ranks=case.ranks,
+            owners=case.links.owners if case.links is not None else (),
             casts=case.casts,
             state_bytes=case.state_bytes,
             kept=wish.kept or frozenset(),
             prefetch_bytes=_two_largest_neighbours(case.weights)
             if wish.prefetch_bytes is None
             else wish.prefetch_bytes,
-            updates_ahead=1 if wish.updates_ahead is None else wish.updates_ahead,
+            updates_ahead=(1 if case.ranks.size == 1 else UNLIMITED)
+            if wish.updates_ahead is None
+            else wish.updates_ahead,
             stash_bytes=(0 if case.on_disk else UNLIMITED) if wish.stash_bytes is None else wish.stash_bytes,
         )
         return self._price(plan)
 
     def _price(self, plan: Plan, *, to_the_end: bool = False) -> Plan:
         """With its estimate; if it does not fit, only as far as that shows."""
-        walked = min(plan.microbatches, MOST_MICROBATCHES)
-        resident = plan.strategy == "resident"
-        choices = Choices(
-            plan.rows, plan.microbatches / walked, resident, plan.kept, plan.stash_bytes, plan.updates_ahead
-        )
+        own = -(-plan.microbatches // plan.ranks.data)  # of this rank's replica
+        walked = min(own, MOST_MICROBATCHES)
+        choices = Choices(plan.rows, own / walked, plan.is_resident, plan.kept, plan.stash_bytes, plan.updates_ahead)
         found = estimate_standing(self.case, self.machine, choices)
         if to_the_end or _excess(found, self.limits) <= 0:
-            actions = plan.actions(walked, self.case.weights)
+            actions = plan.actions(walked, self.case.weights, self.case.links)
             found = estimate(self.case, actions, self.machine, choices, None if to_the_end else self.limits)
+            idle = (plan.ranks.pipeline - 1) / plan.ranks.chunks / own  # while the pipeline fills and empties
+            found = replace(found, seconds=found.seconds * (1 + idle))
         return replace(plan, estimate=found)
 
     def _fits(self, plan: Plan) -> bool:
@@ -272,7 +280,7 @@ class _Search:
 
     def _spend(self, plan: Plan) -> Plan:
         """What the budget leaves goes to kept graphs, from the last segment on, and then to the stash."""
-        if plan.strategy == "resident":
+        if plan.is_resident:
             return plan
         best = plan
         if self.wish.kept is None:
@@ -319,14 +327,9 @@ class _Search:
         """Why this plan, and what would make it faster."""
         case, found = self.case, plan.estimate
         tier = "device" if "device" in found.peak else "host"
-        reasons = []
-        needed, there = plan.plain.peak[tier], self.limits[tier]
-        reasons.append(
-            f"plain PyTorch would take {format_bytes(needed)} of {tier} memory "
-            + (f"and {format_seconds(plan.plain.seconds)} a step " if needed <= there else "")
-            + f"with {plan.plain_microbatches} microbatches"
-            + (f"; there are {format_bytes(there)}" if needed > there else "")
-        )
+        reasons: list[str] = []
+        if case.ranks.size == 1:
+            reasons.append(self._compare_with_plain(plan, tier))
         fewer = [p for p in self.refused if p.strategy == plan.strategy and p.microbatches < plan.microbatches]
         if fewer:
             closest = self._price(max(fewer, key=lambda p: p.microbatches), to_the_end=True)
@@ -359,6 +362,15 @@ class _Search:
                     f"{format_seconds(faster.seconds)} a step"
                 )
         return tuple(reasons)
+
+    def _compare_with_plain(self, plan: Plan, tier: Tier) -> str:
+        needed, there = plan.plain.peak[tier], self.limits[tier]
+        return (
+            f"plain PyTorch would take {format_bytes(needed)} of {tier} memory "
+            + (f"and {format_seconds(plan.plain.seconds)} a step " if needed <= there else "")
+            + f"with {plan.plain_microbatches} microbatches"
+            + (f"; there are {format_bytes(there)}" if needed > there else "")
+        )
 
     def _with_all_graphs(self, plan: Plan) -> Estimate | None:
         everything = frozenset(sorted(self.case.layout.differentiable)[:-1])

@@ -18,6 +18,9 @@ from packhorse.errors import PackhorseError
 from packhorse.graph import Graph
 from packhorse.layout import Layout
 from packhorse.memory import Ledger
+from packhorse.ranks.links import Links
+from packhorse.ranks.shards import Shard
+from packhorse.ranks.world import World
 from packhorse.store import MASTER, Block, Slot, Store
 from packhorse.store.encode import decode
 from packhorse.update import Small
@@ -27,8 +30,17 @@ from packhorse.weights import FileTensor
 class ModelState:
     """Parameters, buffers and optimizer states of one model in one store."""
 
-    def __init__(self, graph: Graph, layout: Layout, store: Store, ledger: Ledger):
+    def __init__(
+        self,
+        graph: Graph,
+        layout: Layout,
+        store: Store,
+        ledger: Ledger,
+        world: World | None = None,
+        links: Links | None = None,
+    ):
         self.graph, self.layout, self.store, self.ledger = graph, layout, store, ledger
+        self.world, self._links = world, links
         self.small = {name: Small(dict(kinds)) for name, kinds in layout.states.items()}
         self.buffers: dict[str, Tensor] = {}  # those that live in memory: written ones, and what no block holds
 
@@ -56,6 +68,8 @@ class ModelState:
         """Takes first values, block by block: a block is written, unit by unit, when its last tensor is known."""
         waiting: dict[str, dict[str, Tensor | FileTensor]] = {}
         for name, value in source:
+            if name in self.layout.elsewhere:
+                continue
             if name not in self.layout.places:
                 loaded = value.load() if isinstance(value, FileTensor) else value.detach().clone()
                 self.buffers[name] = loaded.to(self.graph.buffers[name].dtype) if name in self.graph.buffers else loaded
@@ -70,6 +84,8 @@ class ModelState:
 
     def _fill_block(self, block: Block, values: Mapping[str, Tensor | FileTensor]) -> None:
         ready = {slot.name: _in_order(values[slot.name], slot) for slot in block.slots}
+        if block.name in self.layout.shards:
+            block = self.layout.shards[block.name].own
         for start, stop in block.units:
             loan = self.store.borrow(block, MASTER, start, stop, read=False)
             flat = loan.ready.result().zero_()
@@ -77,10 +93,11 @@ class ModelState:
                 a, b = max(slot.start, start), min(slot.stop, stop)
                 if a < b:
                     target, value = flat[a - start : b - start], ready[slot.name]
+                    first = a - slot.start + slot.offset
                     if isinstance(value, FileTensor):
-                        value.read_into(target, a - slot.start)
+                        value.read_into(target, first)
                     else:
-                        target.copy_(value[a - slot.start : b - slot.start])
+                        target.copy_(value[first : first + b - a])
             _wait(loan.give_back(dirty=True))
         self.store.publish(block)
 
@@ -145,7 +162,7 @@ class ModelState:
                 if block in self.small:
                     self.small[block].values[name, state] = tensor
         for i, name in enumerate(self.graph.parameters):
-            own = self.small.get(self.layout.places[name][0].name)
+            own = None if name in self.layout.elsewhere else self.small.get(self.layout.places[name][0].name)
             if tensors["started"][i] and own is not None:  # others are not updated any more
                 own.started.add(name)
                 for state in (k.name for k in own.kinds[name] if not k.large):
@@ -161,22 +178,44 @@ class ModelState:
                 self.small[self.layout.places[name][0].name].values[name, kind] = decode(value)
 
     def read(self, name: str) -> Tensor:
-        """A copy of a parameter or buffer, by any of its names, as the last update left it."""
+        """A copy of a parameter or buffer, by any of its names, as the last update left it. All ranks must ask for it."""
         first = self._first_name(name)
+        if self.world is None or self._links is None:
+            return self._read_here(first)
+        if self.layout.shards:
+            return self._read_here(first)
+        owner = self._links.owner_of(first)
+        stored = {**self.graph.parameters, **self.graph.buffers}[first]
+        is_here = owner == self.world.rank
+        value = self._read_here(first) if is_here else torch.empty(stored.shape, dtype=stored.dtype)
+        return self.world.share_tensor(value.contiguous(), owner)
+
+    def _read_here(self, first: str) -> Tensor:
         if first in self.buffers:
             return self.buffers[first].clone()
         block, slot = self.layout.places[first]
+        if block.name in self.layout.shards:
+            return slot.view(self._gather(self.layout.shards[block.name])).clone()
         start, stop = block.around(slot)
         loan = self.store.borrow(block, MASTER, start, stop)
         value = slot.view(loan.ready.result(), start).clone()
         loan.give_back()
         return value
 
+    def _gather(self, shard: Shard) -> Tensor:
+        """All of a block that ranks have parts of."""
+        assert self.world is not None
+        loan = self.store.borrow(shard.own, MASTER)
+        whole = torch.empty(shard.whole.numel, dtype=shard.whole.kinds[MASTER])
+        self.world.gather_parts(whole, loan.ready.result()).wait()
+        loan.give_back()
+        return whole
+
     def read_pieces(self, name: str) -> Iterator[Tensor]:
         """The elements of a parameter or buffer in the order of its dimensions, flat, a unit at a time."""
         first = self._first_name(name)
         block, slot = self.layout.places.get(first, (None, None))
-        if block is None or slot is None or not slot.is_contiguous:
+        if block is None or slot is None or not slot.is_contiguous or self.world is not None:
             yield self.read(first).contiguous().view(-1)
             return
         for _, start, stop in block.units_between(*block.around(slot)):
@@ -188,6 +227,10 @@ class ModelState:
         """Everything a state dict has, each tensor once, as safetensors."""
         stored = [*self.graph.parameters.values(), *(b for b in self.graph.buffers.values() if b.persistent)]
         entries = [Entry(t.name, tuple(t.shape), t.dtype) for t in stored]
+        if self.world is not None and self.world.rank:  # the first rank writes; the others let it have what they hold
+            for entry in entries:
+                self.read(entry.name)
+            return []
         return write_checkpoint(directory, entries, self.read_pieces, find_config(model))
 
     def _first_name(self, name: str) -> str:
@@ -205,8 +248,10 @@ class ModelState:
         for name, parameter in model.named_parameters():
             if parameter.is_meta:
                 continue
-            block, slot = self.layout.places[name]
-            flat = self.store.view(block, MASTER)
+            flat = None
+            if name not in self.layout.elsewhere and not self.layout.shards:
+                block, slot = self.layout.places[name]
+                flat = self.store.view(block, MASTER)
             if flat is not None and parameter.dtype == flat.dtype:
                 parameter.data = slot.view(flat)
             else:

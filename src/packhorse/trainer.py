@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from packhorse.case import Case
 from packhorse.device import find_device
-from packhorse.errors import BatchError, PackhorseError, StoreError
+from packhorse.errors import BatchError, PackhorseError, RanksError, StoreError
 from packhorse.estimate import KEPT
 from packhorse.execute import Executor, Microbatch, Program, Record, Task
 from packhorse.graph import Graph, Ref, Size, capture
@@ -30,9 +30,13 @@ from packhorse.lowering import finish
 from packhorse.machine import Machine
 from packhorse.memory import Heap, Ledger, Memory, Pool, peak_resident_bytes, read_budget, resident_bytes
 from packhorse.optimizer import Stepper, refuse_sparse
-from packhorse.partition import Partition, partition_like
+from packhorse.partition import Partition, partition, partition_like
 from packhorse.plan import Measured, Plan, Strategy, find_fingerprint, read_plan
 from packhorse.precision import LossScale, Precision, check_precision, list_casts
+from packhorse.ranks.links import Links
+from packhorse.ranks.shape import Ranks
+from packhorse.ranks.stages import assign, cut_into_stages
+from packhorse.ranks.world import find_world
 from packhorse.running import Running
 from packhorse.schedule import check
 from packhorse.search import Wish, choose, count_microbatches
@@ -88,10 +92,12 @@ class Trainer:
         seed: int = 0,
         weights: str | Path | None = None,
         plan: Plan | str | Path | None = None,
+        ranks: Ranks | None = None,
     ):
         _check_choices(precision, update, clip_norm)
         refuse_sparse(model)
         wish = Wish(strategy, microbatches)
+        self._world = find_world()
         self.model, self.loss, self.weight, self.scheduler, self.data = model, loss, weight, scheduler, data
         self.precision, self.clip_norm, self.seed = precision, clip_norm, seed
         self.deferred = update == "deferred" or clip_norm is not None or precision == "fp16"
@@ -103,13 +109,16 @@ class Trainer:
         self._graphs: dict[Any, Graph] = {}
         self._partitions: dict[int, Partition] = {}
         self._programs: dict[Any, Program] = {}
+        self._stage_cuts: tuple[int, ...] = ()
         self._ledger = Ledger()
         self._pool = Pool(self._ledger)
         self._device = find_device(device, self._pool)
         self._stepper = Stepper(optimizer, model)
+        if self._world is not None and isinstance(store, (str, Path)):
+            store = Path(store) / f"rank{self._world.rank}"  # each has its own
         self._store: Store = _choose_store(store, durability)
         try:
-            self._prepare(example, wish, plan, memory, resume, weights, overlap)
+            self._prepare(example, wish, plan, memory, resume, weights, overlap, ranks)
         except BaseException:
             self._store.close()  # nobody else will
             raise
@@ -123,6 +132,7 @@ class Trainer:
         resume: bool,
         weights: str | Path | None,
         overlap: bool,
+        ranks: Ranks | None,
     ) -> None:
         """Captures, cuts, plans, fills the store; what a run left unfinished is finished first, the way it was begun."""
         budget, base = read_budget(memory, self._device.name), resident_bytes()
@@ -131,7 +141,11 @@ class Trainer:
             self._store.claim()
         versions = self._store.find_versions()
         place = self._store.path if isinstance(self._store, DiskStore) else None
+        if self._world is not None and not self._world.is_first_here:
+            self._world.gather_objects(None)  # after the first of them: at once they would measure each other
         machine = Machine.probe(place, device=self._device.name.partition(":")[0])
+        if self._world is not None and self._world.is_first_here:
+            self._world.gather_objects(None)
         machine = machine.slowed(self._store.link.bytes_per_second).without_disk()  # the store sees to that itself
         means = _Means(graph, budget, machine, max(base - _own_bytes(self.model), 0), overlap)
         journal = self._store.find_unfinished() if resume else None
@@ -139,9 +153,38 @@ class Trainer:
             self._finish(journal, means)
         if plan is not None:
             wish = wish.pinned_to(read_plan(plan, graph))
+            ranks = ranks or wish.ranks
+        wish = self._arrange(graph, wish, ranks)
         self._build(means, wish, versions, resume, weights)
         self._state.hand_over(self.model)
         _open.add(self)
+
+    def _arrange(self, graph: Graph, wish: Wish, ranks: Ranks | None) -> Wish:
+        """Places for all ranks, and cuts between the stages of a pipeline beside those between blocks."""
+        if self._world is None:
+            if ranks is not None and ranks.size > 1:
+                ranks.check_size(1)
+            if wish.strategy == "pipeline":
+                raise RanksError(
+                    "strategy='pipeline' needs several processes: start the script with torchrun --nproc-per-node=2 or more"
+                )
+            return wish
+        if ranks is None:
+            ranks = Ranks(pipeline=self._world.size) if wish.strategy == "pipeline" else Ranks(data=self._world.size)
+        self._world.agree(
+            {
+                "number of ranks": ranks,
+                "model": find_fingerprint(graph),
+                "batch": [leaf.describe() for leaf in graph.batch.leaves],
+                "choice": (wish, self.precision, self.clip_norm, self.deferred, self.seed, type(self.optimizer)),
+            }
+        )
+        self._world.arrange(ranks)
+        if ranks.pipeline > 1:
+            self._stage_cuts = cut_into_stages(graph, ranks)
+            within = [place.index for place in partition(graph).cuts] if wish.cuts is None else wish.cuts
+            wish = replace(wish, cuts=tuple(sorted({*within, *self._stage_cuts})))
+        return replace(wish, ranks=ranks)
 
     def _build(
         self, means: "_Means", wish: Wish, versions: int | None, resume: bool, weights: str | Path | None = None
@@ -151,9 +194,21 @@ class Trainer:
         durable = isinstance(self._store, DiskStore) and self._store.durability != "none"
 
         def case_of(part: Partition) -> Case:
+            links = self._find_links(part, wish.ranks)
+            local = None if links is None else links.local
             case = Case(
                 part,
-                make_layout(self.model, part, self._stepper, on_disk=on_disk, deferred=self.deferred),
+                make_layout(
+                    self.model,
+                    part,
+                    self._stepper,
+                    on_disk=on_disk,
+                    deferred=self.deferred,
+                    local=local,
+                    part=(self._world.replica, wish.ranks.data)
+                    if self._world is not None and wish.strategy == "relay"
+                    else (0, 1),
+                ),
                 graph.batch.rows,
                 self.precision,
                 "deferred" if self.deferred else "eager",
@@ -162,15 +217,21 @@ class Trainer:
                 _own_bytes(self.model),
                 versions or 2,
                 versions == 1 and durable,
-                versions is None,
+                versions is None and self._world is None,
                 self._store.link.bytes_per_second is not None,
                 list_casts(self.model, self.precision),
                 self._stepper,
+                wish.ranks,
+                links,
             )
             is_tight = isinstance(self._store, DiskStore) and not self._store.has_room(case.disk_bytes)
             return case.rolling() if case.may_roll and is_tight else case
 
         self._case, self.plan = choose(graph, case_of, wish, means.budget, means.machine)
+        if self._world is not None:  # all ranks as many microbatches as the one that needs most
+            most = max(self._world.gather_objects(self.plan.microbatches))
+            wish = replace(wish, microbatches=most, strategy=self.plan.strategy)
+            self._case, self.plan = choose(graph, case_of, wish, means.budget, means.machine)
         self._store.versions = self._case.versions
         self._partition, self._layout = self._case.partition, self._case.layout
         self._graphs, self._partitions = {("train", 0): graph}, {id(graph): self._partition}
@@ -182,7 +243,7 @@ class Trainer:
         )  # half of it is enough: the rest is given back before it counts
         plenty = (means.budget.limit("host") or 0) > 2 * planned
         heap = Heap(self._ledger, plenty=plenty, ceiling=planned - spare // 2)
-        self._state = ModelState(graph, self._layout, self._store, self._ledger)
+        self._state = ModelState(graph, self._layout, self._store, self._ledger, self._world, self._case.links)
         self._updater = Updater(self._store, self._stepper, self._state.small)
         self._open_store(resume, weights)
         stash = Stash(self._ledger, self._store, self.plan.stash_bytes)
@@ -195,7 +256,16 @@ class Trainer:
             seed=self.seed,
             overlap=means.overlap,
             updates_ahead=self.plan.updates_ahead,
+            world=self._world,
+            links=self._case.links,
+            pool=self._pool,
         )
+
+    def _find_links(self, part: Partition, ranks: Ranks) -> Links | None:
+        if self._world is None:
+            return None
+        owners = assign(part, self._stage_cuts, ranks.pipeline)
+        return Links(part, owners, self._world.place, frozenset(self._stepper.groups))
 
     def _finish(self, journal: Journal, means: "_Means") -> None:
         """Finishes a step that was interrupted, with its own batch, cuts and microbatches; nothing of that stays."""
@@ -280,7 +350,9 @@ class Trainer:
         return loss
 
     def _end_step(self, task: Task, position: Any) -> None:
-        if not self._store.on_disk:  # there is nothing to wait for but compute, and the user may see the parameters
+        if (
+            not self._store.on_disk and self._world is None
+        ):  # nothing to wait for but compute, and the user may see them
             self._executor.drain()
         if task.overflowed:
             self._updater.forget_parked()
@@ -349,10 +421,24 @@ class Trainer:
         task = self._executor.run(self._task("predict", batch))
         partition = task.program.partition
         outputs = []
-        for microbatch, results in zip(task.microbatches, task.results, strict=True):
+        for microbatch, results in self._join_results(task, batch):
             values = _Values({**microbatch.inputs, **results}, self._state)
             outputs.append(partition.finish(values, microbatch.rows))  # type: ignore[arg-type]
         return _join(partition.graph, outputs)
+
+    def _join_results(self, task: Task, batch: Any) -> list[tuple[Microbatch, dict[str, Tensor]]]:
+        """Of all microbatches, also those that other ranks ran, or ran to the end."""
+        if self._world is None:
+            return list(zip(task.microbatches, task.results, strict=True))
+        graph = task.program.partition.graph
+        own = {m.number: results for m, results in zip(task.microbatches, task.results, strict=True)}
+        joined: dict[int, dict[str, Tensor]] = {}
+        for found in self._world.gather_objects(own):
+            for number, results in found.items():
+                joined.setdefault(number, {}).update(results)
+        rows = graph.batch.count_rows(batch)
+        everything = self._split(graph, batch, self._split_size(graph, rows, training=False))
+        return [(microbatch, joined[microbatch.number]) for microbatch in everything]
 
     # -- what it holds
 
@@ -474,7 +560,7 @@ class Trainer:
         graph = self._find_graph(mode, batch)
         part = self._partitions[id(graph)]
         rows = graph.batch.count_rows(batch)
-        microbatches = self._split(graph, batch, self._split_size(graph, rows, training))
+        microbatches = self._take_own(self._split(graph, batch, self._split_size(graph, rows, training)), rows)
         return Task(self._program(graph, part, len(microbatches), training), microbatches, self.steps, training)
 
     def _split(self, graph: Graph, batch: Any, size: int, shares: Sequence[float] | None = None) -> list[Microbatch]:
@@ -491,23 +577,43 @@ class Trainer:
             for k, (piece, share) in enumerate(zip(pieces, shares, strict=True))
         ]
 
+    def _take_own(self, microbatches: list[Microbatch], rows: int) -> list[Microbatch]:
+        """Those of this rank's replica: neighbours, as many as others have, or one more or less."""
+        if self._world is None:
+            return microbatches
+        count, replicas, replica = len(microbatches), self._world.ranks.data, self._world.replica
+        if count < replicas:
+            raise BatchError(
+                f"the batch has {rows} rows, which make {count} microbatches for {replicas} ranks that each need one; give more"
+            )
+        return microbatches[count * replica // replicas : count * (replica + 1) // replicas]
+
     def _split_size(self, graph: Graph, rows: int, training: bool) -> int:
         """Rows of a microbatch: as many microbatches as planned, or, to predict, pieces of the planned size."""
         if training:
             return count_microbatches(graph, rows, self.plan.microbatches)[1]
-        size = min(self.plan.rows, rows)
+        size = min(self.plan.rows, -(-rows // self.plan.ranks.data))
         return max(size, 2) if graph.single_row and rows > 1 else size
 
     def _program(self, graph: Graph, part: Partition, num_microbatches: int, training: bool) -> Program:
         key = (id(graph), num_microbatches)
         if key not in self._programs:
             sizes = {s.index: self._case.fetch_bytes(s) for s in part.segments}
+            links = self._case.links
+            traffic = None if links is None else links.traffic_of(part)
             if training:
-                actions = self.plan.actions(num_microbatches, sizes)
+                actions = self.plan.actions(num_microbatches, sizes, links)
             else:
-                actions = self.plan.forward_actions(len(part.segments), num_microbatches, sizes)
-            check(actions, len(part.segments), num_microbatches, self.plan.backward if training else frozenset())
-            self._programs[key] = Program(part, actions)
+                actions = self.plan.forward_actions(len(part.segments), num_microbatches, sizes, links, traffic)
+            check(
+                actions,
+                len(part.segments),
+                num_microbatches,
+                self.plan.backward if training else frozenset(),
+                local=None if traffic is None or links is None else traffic.segments_of(links.place),
+                receives=((), ()) if traffic is None else traffic.receivers(),
+            )
+            self._programs[key] = Program(part, actions, traffic)
         return self._programs[key]
 
     # -- the store
@@ -608,6 +714,8 @@ class _Values(dict[str, Any]):
 
 def _mean_loss(task: Task) -> float:
     """The sum over microbatches, in order, of each loss times its share, in fp32."""
+    if task.loss is not None:
+        return float(task.loss)  # of all ranks
     total: Tensor | None = None
     for microbatch, results in zip(task.microbatches, task.results, strict=True):
         (loss,) = results.values()

@@ -24,6 +24,7 @@ from packhorse.memory import Memory, PeakWatch
 from packhorse.optimizer import Stepper
 from packhorse.plan import Strategy, find_fingerprint
 from packhorse.precision import Precision
+from packhorse.ranks.world import alone
 from packhorse.sil.apart import await_file, find_rank, is_mine, run_apart
 from packhorse.sil.labels import Labels, Scheme, Site, find_scheme
 from packhorse.sil.parts import LABEL, ByLabel, Loss, Part, divide, find_logits, join, mean_cross_entropy
@@ -407,14 +408,15 @@ class SegmentedTrainer:
     ) -> Trainer:
         """In RAM if it fits the budget, else on disk, where there is one."""
         make = partial(Trainer, model, optimizer, example, loss=loss, **self._options, **more)
-        if not self._on_disk:
-            return make()
-        if self._options["strategy"] == "relay" or store.exists():
-            return make(store=store, resume=True)
-        try:
-            return make()
-        except BudgetError:
-            return make(store=store, resume=True)
+        with alone():  # other ranks train other parts
+            if not self._on_disk:
+                return make()
+            if self._options["strategy"] == "relay" or store.exists():
+                return make(store=store, resume=True)
+            try:
+                return make()
+            except BudgetError:
+                return make(store=store, resume=True)
 
     def _example(self, part: Part) -> dict[str, Tensor]:
         """Columns of the right shapes; capture looks at nothing else."""

@@ -22,13 +22,17 @@ MASTER, GRADIENT = "master", "gradient"
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One tensor in a block: `start` is its first element, `stride` how it lies there."""
+    """One tensor in a block: `start` is its first element, `stride` how it lies there.
+
+    Or a piece of one, flat, which begins at element `offset` of it.
+    """
 
     name: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     start: int
     numel: int
+    offset: int = 0
 
     @property
     def stop(self) -> int:
@@ -57,11 +61,12 @@ class Block:
     working: torch.dtype  # what segments run with: masters are cast to it as they are fetched
     whole: bool = False  # its tensors cannot be updated in parts
     users: tuple[int, ...] = ()  # segments that add to its gradient; it is updated after the first; none: never
+    length: int = 0  # in elements, where it is more than its tensors take
 
     @cached_property
     def numel(self) -> int:
         """Padding included."""
-        return align(self.slots[-1].stop)
+        return self.length or align(self.slots[-1].stop)
 
     def nbytes(self, kind: str) -> int:
         return self.numel * self.kinds[kind].itemsize
@@ -69,7 +74,7 @@ class Block:
     @cached_property
     def units(self) -> tuple[tuple[int, int], ...]:
         """Ranges of elements that are read, checked and written together: each in one tensor if those are updated whole."""
-        edges = [slot.start for slot in self.slots] if self.whole else [0]
+        edges = [slot.start for slot in self.slots] if self.whole and self.slots else [0]
         ends = [*edges[1:], self.numel]
         return tuple(
             (a, min(a + UNIT, end)) for start, end in zip(edges, ends, strict=True) for a in range(start, end, UNIT)

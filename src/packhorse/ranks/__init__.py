@@ -1,0 +1,1 @@
+"""Several processes that train one model: who runs what, what goes between them, and how it goes."""

@@ -1,0 +1,229 @@
+"""What an executor does with other ranks: the handlers of the actions that send, receive, sum and share.
+
+In: an executor, the world, this rank's links. Out: handlers by kind of action, beside the executor's own.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from packhorse.gradient import Gradient
+from packhorse.memory import Pool
+from packhorse.ranks.links import Links, Tie
+from packhorse.ranks.post import Post
+from packhorse.ranks.shards import Gathering, take_own
+from packhorse.ranks.statistics import find_momenta, join
+from packhorse.ranks.traffic import Traffic
+from packhorse.ranks.world import Work, World
+from packhorse.schedule import Action
+from packhorse.store import MASTER, Block
+from packhorse.store.lane import ORDINARY, URGENT
+
+if TYPE_CHECKING:
+    from packhorse.execute import Executor, Task
+
+
+class Exchange:
+    """Of one executor. What it starts is waited for where it is used."""
+
+    def __init__(self, executor: "Executor", world: World, links: Links, pool: Pool):
+        self.executor, self.world, self.links = executor, world, links
+        self.post = Post(world, executor.device)
+        self.gathering = Gathering(world, executor.store, pool) if executor.layout.shards else None
+        self._losses: Work | None = None
+        self.momenta = find_momenta(links.partition.graph) if world.ranks.data > 1 else {}
+        self.handlers: dict[str, Any] = {
+            "RECV": self._receive,
+            "SEND": self._send,
+            "RECVG": self._receive_gradients,
+            "SENDG": self._send_gradients,
+            "LOSS": self._tell_losses,
+            "REDUCE": self._reduce,
+            "PASS": self._pass,
+            "TAKE": self._take,
+            "TELL": self._tell,
+            "HEAR": self._hear,
+        }
+
+    def close(self) -> None:
+        if self.gathering is not None:
+            self.gathering.close()
+
+    # -- values and their gradients
+
+    def _traffic(self, task: "Task", action: Action, sends: bool, backward: bool) -> tuple[Traffic, list[int], int]:
+        traffic, s = task.program.traffic, action.segment
+        assert traffic is not None and s is not None and action.microbatch is not None
+        find = traffic.sent_by if sends else traffic.received_by
+        return traffic, find(s, backward=backward), action.microbatch
+
+    def _receive(self, task: "Task", action: Action) -> None:
+        traffic, numbers, k = self._traffic(task, action, sends=False, backward=False)
+        for number in numbers:
+            incoming = self.post.receive(traffic, number, k, task.microbatches[k].rows)
+            task.values[k].update(incoming.letters())
+            if not self.executor.overlap:
+                incoming.open()
+
+    def _send(self, task: "Task", action: Action) -> None:
+        traffic, numbers, k = self._traffic(task, action, sends=True, backward=False)
+        values, remaining = task.values[k], task.remaining[k]
+        for number in numbers:
+            names = traffic.messages[number].names
+            self.post.send(traffic, number, k, task.microbatches[k].rows, {name: values[name] for name in names})
+            for name in names:
+                remaining[name] -= 1
+                if remaining[name] == 0:
+                    values.pop(name)
+        if not self.executor.overlap:
+            self.post.finish()
+
+    def _receive_gradients(self, task: "Task", action: Action) -> None:
+        traffic, numbers, k = self._traffic(task, action, sends=False, backward=True)
+        for number in numbers:
+            incoming = self.post.receive(traffic, number, k, task.microbatches[k].rows)
+            task.gradients[k].update(incoming.letters())
+            if not self.executor.overlap:
+                incoming.open()
+
+    def _send_gradients(self, task: "Task", action: Action) -> None:
+        traffic, numbers, k = self._traffic(task, action, sends=True, backward=True)
+        for number in numbers:
+            names = traffic.messages[number].names
+            found = {name: task.gradients[k].pop(name) for name in names if name in task.gradients[k]}
+            self.post.send(traffic, number, k, task.microbatches[k].rows, found)
+        if not self.executor.overlap:
+            self.post.finish()
+
+    # -- losses
+
+    def _tell_losses(self, task: "Task", action: Action) -> None:
+        """Of what only the last stage knows, the others have zeros."""
+        total = torch.zeros(())
+        for microbatch, results in zip(task.microbatches, task.results, strict=True):
+            for loss in results.values():
+                total = total + loss.float().cpu() * microbatch.share
+        task.loss = total
+        self._losses = self.world.sum_over_all(task.loss, "telling all ranks the loss")
+
+    def await_losses(self) -> None:
+        if self._losses is not None:
+            self._losses.wait()
+            self._losses = None
+
+    # -- gradients over replicas
+
+    def _reduce(self, task: "Task", action: Action) -> None:
+        for block in self.executor.layout.blocks:
+            gradient = task.sums.get((block.name, _segment(action)))
+            if gradient is None:
+                continue
+            if block.name in self.executor.layout.shards:
+                gradient = take_own(self.executor.layout.shards[block.name], self.world, gradient)
+                task.sums[block.name, _segment(action)] = gradient
+            else:
+                gradient.summing = self.world.sum(gradient.join())
+            if not self.executor.overlap:
+                gradient.wait()
+
+    def join_norms(self, task: "Task") -> None:
+        """The norms of all ranks' gradients, for all: of replicas, which have the same, the first tells, or each its part's."""
+        names = list(task.program.partition.graph.parameters)
+        in_parts = bool(self.executor.layout.shards)
+        own = task.norms if in_parts or self.world.replica == 0 else {}
+        found = torch.zeros(2, len(names))
+        for i, name in enumerate(names):
+            if name in own:
+                found[0, i], found[1, i] = own[name].square() if in_parts else own[name], 1.0
+        self.world.sum_over_all(found, "finding the norm of all gradients").wait()
+        norms = found[0].sqrt() if in_parts else found[0]
+        task.norms = {name: norms[i] for i, name in enumerate(names) if found[1, i]}
+
+    def join_statistics(self, task: "Task", before: Mapping[str, Tensor]) -> None:
+        """Running statistics as if all microbatches of all replicas had passed here, in order."""
+        names = [name for name in task.buffers if name in self.momenta]
+        if not names:
+            return
+        ends = torch.tensor([task.buffers[name].numel() for name in names]).cumsum(0).tolist()
+        own = torch.cat([*(task.buffers[name].flatten().double().cpu() for name in names), torch.zeros(1).double()])
+        own[-1] = len(task.microbatches)
+        found = self.world.gather(own)
+        counts = [int(other[-1]) for other in found]
+        for name, end in zip(names, ends, strict=True):
+            start = end - before[name].numel()
+            others = [other[start:end].view(before[name].shape) for other in found]
+            joined = join(before[name].double().cpu(), others, counts, self.momenta[name])
+            task.buffers[name] = joined.to(task.buffers[name])
+
+    # -- parameters that several ranks use
+
+    def _block(self, tie: Tie) -> Block:
+        return self.executor.layout.places[tie.parameter][0]
+
+    def _pass(self, task: "Task", action: Action) -> None:
+        for tie in self.links.passes[_segment(action)]:
+            block = self._block(tie)
+            gradient = self.executor.hand_over(task, _segment(action), block)
+            if gradient is None:
+                gradient = Gradient(block, _segment(action), self.executor.device)
+                for slot in block.slots:
+                    gradient.make(slot).zero_()
+            job = partial(self._send_gradient, gradient, tie, check=not task.deferred)
+            self.executor.submit([block.name], [gradient], job, URGENT)
+
+    def _send_gradient(self, gradient: Gradient, tie: Tie, *, check: bool) -> None:
+        """With what waits of it, from segments behind."""
+        updater = self.executor.updater
+        updater.park(gradient, None, check=check)
+        total = updater.parked.pop(gradient.block.name)
+        self.post.send_flat(total.join().clone(), tie.place, 2 * tie.number, backward=True)
+        total.let_go()
+
+    def _take(self, task: "Task", action: Action) -> None:
+        for tie in self.links.takes[_segment(action)]:
+            block = self._block(tie)
+            gradient = Gradient(block, _segment(action), self.executor.device)
+            (slot,) = block.slots  # what is shared has a block of its own
+            work = self.post.receive_flat(gradient.make(slot), tie.place, 2 * tie.number, backward=True)
+            self.executor.submit([block.name], [], partial(self._park, gradient, work), URGENT)
+
+    def _park(self, gradient: Gradient, work: Work) -> None:
+        work.wait()
+        self.executor.updater.park(gradient, None, check=False)
+
+    def _tell(self, task: "Task", action: Action) -> None:
+        for tie in self.links.tells[_segment(action)]:
+            block = self._block(tie)
+            self.executor.submit_after(block.name, partial(self._send_block, block, tie))
+
+    def _send_block(self, block: Block, tie: Tie) -> None:
+        loan = self.executor.store.borrow(block, MASTER)
+        flat = loan.ready.result().clone()
+        loan.give_back()
+        self.post.send_flat(flat, tie.place, 2 * tie.number + 1, backward=False)
+
+    def _hear(self, task: "Task", action: Action) -> None:
+        for tie in self.links.hears[_segment(action)]:
+            block = self._block(tie)
+            flat = torch.empty(block.numel, dtype=block.kinds[MASTER])
+            work = self.post.receive_flat(flat, tie.place, 2 * tie.number + 1, backward=False)
+            self.executor.submit([block.name], [], partial(self._keep_block, block, flat, work), ORDINARY)
+
+    def _keep_block(self, block: Block, flat: Tensor, work: Work) -> None:
+        work.wait()
+        store = self.executor.store
+        for start, stop in block.units:
+            loan = store.borrow(block, MASTER, start, stop, read=False)
+            loan.ready.result().copy_(flat[start:stop])
+            written = loan.give_back(dirty=True)
+            if written is not None:
+                written.result()
+        store.publish(block)
+
+
+def _segment(action: Action) -> int:
+    assert action.segment is not None
+    return action.segment

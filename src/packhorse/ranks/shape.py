@@ -1,0 +1,64 @@
+"""How ranks are arranged: so many that see other samples, times so many that hold other stages of the model."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from packhorse.errors import RanksError
+
+Order = Literal["1f1b", "interleaved", "zero-bubble"]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """`data` x `pipeline` ranks; rank r sees the samples of replica r // pipeline, and holds stage r % pipeline.
+
+    `order` is that of a pipeline; interleaved, each rank has `chunks` stages that do not follow each other. `ahead` more
+    microbatches than it takes to keep all busy are under way in each stage, to hide the time of messages.
+    """
+
+    data: int = 1
+    pipeline: int = 1
+    order: Order = "1f1b"
+    chunks: int = 1
+    ahead: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("data", "pipeline", "chunks"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise RanksError(f"ranks.{name} is {value!r}, expected a number of at least 1")
+        if isinstance(self.ahead, bool) or not isinstance(self.ahead, int) or self.ahead < 0:
+            raise RanksError(f"ranks.ahead is {self.ahead!r}, expected a number of microbatches, or 0")
+        if self.order not in get_args(Order):
+            raise RanksError(f"ranks.order is {self.order!r}, expected one of {', '.join(get_args(Order))}")
+        if (self.order == "interleaved") != (self.chunks > 1):
+            raise RanksError(
+                f"ranks.order is {self.order!r} with {self.chunks} chunks; interleaved takes at least 2, the others 1"
+            )
+
+    @property
+    def size(self) -> int:
+        return self.data * self.pipeline
+
+    @property
+    def num_stages(self) -> int:
+        return self.pipeline * self.chunks
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """(replica, place in the pipeline)."""
+        return divmod(rank, self.pipeline)
+
+    def check_size(self, size: int) -> None:
+        if self.size != size:
+            raise RanksError(
+                f"ranks are {self.data} x {self.pipeline} = {self.size}, but {size} processes were started; start that many, "
+                "or leave ranks out"
+            )
+
+    def __str__(self) -> str:
+        pipeline = f"{self.pipeline} stages in a pipeline ({self.order})" if self.pipeline > 1 else ""
+        data = f"{self.data} x the samples" if self.data > 1 else ""
+        return " of ".join(part for part in (data, pipeline) if part) or "one rank"
+
+
+ALONE = Ranks()

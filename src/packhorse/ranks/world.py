@@ -1,0 +1,216 @@
+"""The world: the processes that torchrun started, and the bytes that go between them. Only here is torch.distributed used.
+
+In: an arrangement of the ranks. Out: `World`: sends and receives along a pipeline, sums over replicas, agreement among all.
+Everything returns something to wait for; nothing here waits by itself but what says so.
+"""
+
+import atexit
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from packhorse.errors import RanksError
+from packhorse.ranks.shape import Ranks
+
+PATIENCE = 300.0  # seconds that a rank waits for another
+
+
+class Work:
+    """Something under way between ranks. `what` says it, should it fail."""
+
+    def __init__(self, work: Any, what: str, *kept: Tensor):
+        self._work, self._what = work, what
+        self._kept = kept  # the buffers, which must live until it is over
+
+    def wait(self) -> None:
+        if self._work is None:
+            return
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0]
+            raise RanksError(
+                f"{self._what} did not happen: another rank has ended or is stuck ({reason}); all ranks end. Start them again "
+                "with resume=True to go on from the last step that all of them finished"
+            ) from error
+        self._work, self._kept = None, ()
+
+    def when_done(self, then: Any) -> None:
+        """Calls `then()` when it is over, whatever came of it, from a thread of its own."""
+        if self._work is None:
+            then()
+        else:
+            self._work.get_future().add_done_callback(lambda _: then())
+
+
+class World:
+    """This rank among the others."""
+
+    def __init__(self, patience: float):
+        self.rank, self.size, self.patience = dist.get_rank(), dist.get_world_size(), patience
+        self.ranks = Ranks(data=self.size)
+        self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience))
+        self._sums: Any = None
+        self._gathers: Any = None
+        self._facts: Any = None  # among replicas too, but not behind their sums
+        self._ways: dict[bool, Any] = {}
+
+    def arrange(self, ranks: Ranks) -> None:
+        """From now on ranks have places. All must call it."""
+        ranks.check_size(self.size)
+        self.ranks = ranks
+        mesh = dist.init_device_mesh(
+            "cpu" if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator().type,  # type: ignore[union-attr]
+            (ranks.data, ranks.pipeline),
+            mesh_dim_names=("data", "pipeline"),
+        )
+        self._sums = mesh.get_group("data")
+        self._ways = {False: mesh.get_group("pipeline")}
+        for replica in range(ranks.data):  # every rank has to make every group
+            members = list(range(replica * ranks.pipeline, (replica + 1) * ranks.pipeline))
+            group = dist.new_group(members, timeout=timedelta(seconds=self.patience))
+            if replica == self.replica:
+                self._ways[True] = group  # messages that go back have a way of their own
+        for place in range(ranks.pipeline):
+            members = list(range(place, ranks.size, ranks.pipeline))
+            wait = timedelta(seconds=self.patience)
+            groups = dist.new_group(members, timeout=wait), dist.new_group(members, backend="gloo", timeout=wait)
+            if place == self.place:
+                self._gathers, self._facts = groups
+
+    @property
+    def replica(self) -> int:
+        return self.ranks.place(self.rank)[0]
+
+    @property
+    def place(self) -> int:
+        return self.ranks.place(self.rank)[1]
+
+    @property
+    def is_first_here(self) -> bool:
+        """On its machine."""
+        return os.environ.get("LOCAL_RANK", str(self.rank)) == "0"
+
+    # -- along the pipeline
+
+    def send(self, buffer: Tensor, place: int, tag: int, *, backward: bool) -> Work:
+        work = dist.isend(buffer, group=self._ways[backward], group_dst=place, tag=tag)
+        return Work(work, f"rank {self.rank}: a message to stage {place}", buffer)
+
+    def receive(self, buffer: Tensor, place: int, tag: int, *, backward: bool) -> Work:
+        work = dist.irecv(buffer, group=self._ways[backward], group_src=place, tag=tag)
+        return Work(work, f"rank {self.rank}: a message from stage {place}", buffer)
+
+    # -- over replicas
+
+    def sum(self, flat: Tensor) -> Work:
+        """Over all replicas of this stage, in place. All must ask in the same order."""
+        work = dist.all_reduce(flat, group=self._sums, async_op=True)
+        return Work(work, f"rank {self.rank}: a sum of gradients", flat)
+
+    def sum_parts(self, part: Tensor, whole: Tensor) -> Work:
+        """This replica's part of the sum over all; parts are equal. All must ask in the same order."""
+        work = dist.reduce_scatter_tensor(part, whole, group=self._sums, async_op=True)
+        return Work(work, f"rank {self.rank}: a sum of gradients", part, whole)
+
+    def gather_parts(self, whole: Tensor, part: Tensor) -> Work:
+        """All replicas' parts, one behind another. All must ask in the same order."""
+        work = dist.all_gather_into_tensor(whole, part, group=self._gathers, async_op=True)
+        return Work(work, f"rank {self.rank}: parts of parameters", whole, part)
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """That of every replica, in order. Waits."""
+        found = [torch.empty_like(tensor) for _ in range(self.ranks.data)]
+        work = dist.all_gather(found, tensor.contiguous(), group=self._facts, async_op=True)
+        Work(work, f"rank {self.rank}: running statistics of all ranks").wait()
+        return found
+
+    # -- among all
+
+    def sum_over_all(self, tensor: Tensor, what: str) -> Work:
+        """In place, over all ranks: of what only one has, the others have zeros."""
+        work = dist.all_reduce(tensor, group=self._control, async_op=True)
+        return Work(work, f"rank {self.rank}: {what}", tensor)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """A small value of every rank. Waits."""
+        found: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(found, value, group=self._control)
+        except RuntimeError as error:
+            raise RanksError(f"rank {self.rank} could not reach the others: {str(error).splitlines()[0]}") from error
+        return found
+
+    def share(self, value: Any, root: int) -> Any:
+        """What rank `root` has, for all. Waits."""
+        holder = [value]
+        dist.broadcast_object_list(holder, src=root, group=self._control)
+        return holder[0]
+
+    def share_tensor(self, tensor: Tensor, root: int) -> Tensor:
+        """Likewise, in place."""
+        dist.broadcast(tensor, src=root, group=self._control)
+        return tensor
+
+    def agree(self, facts: Mapping[str, Any]) -> None:
+        """Raises on all ranks if they do not have the same, with what differs."""
+        found = self.gather_objects({name: str(value) for name, value in facts.items()})
+        for name, value in found[0].items():
+            for rank, others in enumerate(found):
+                if others.get(name) != value:
+                    raise RanksError(
+                        f"rank {rank} has another {name} than rank 0: {_shorten(others.get(name))}, there {_shorten(value)}; "
+                        "all ranks must run the same script with the same batches"
+                    )
+
+
+def _shorten(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+_world: World | None = None
+_is_alone = False
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """What trains here takes no notice of other ranks, which do something else."""
+    global _is_alone
+    before, _is_alone = _is_alone, True
+    try:
+        yield
+    finally:
+        _is_alone = before
+
+
+def find_world(patience: float = PATIENCE) -> World | None:
+    """This rank's world, if torchrun started several processes; else None."""
+    global _world
+    if _is_alone:
+        return None
+    if _world is not None:
+        return _world
+    if not dist.is_available() or int(os.environ.get("WORLD_SIZE", "1")) <= 1:
+        return None
+    if not dist.is_initialized():
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if accelerator is not None:
+            torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+        backend = dist.get_default_backend_for_device(accelerator) if accelerator else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=patience))
+        atexit.register(_leave)
+    _world = World(patience)
+    return _world
+
+
+def _leave() -> None:
+    """At the end of the program."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
