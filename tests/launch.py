@@ -45,6 +45,7 @@ def _child(work: Callable[[int], Any], rank: int, size: int, port: int, director
         "WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "PACKHORSE_PATIENCE": "40",
     }
     try:
         result = (False, work(rank))

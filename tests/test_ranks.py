@@ -12,7 +12,7 @@ from launch import run_ranks
 STEPS = 3
 
 
-def train(name: str, ranks: ph.Ranks | None, rows: int = 8, microbatches: int = 4, **options: Any) -> dict[str, Any]:
+def train(name: str, ranks: ph.Ranks | None, rows: int = 12, microbatches: int = 4, **options: Any) -> dict[str, Any]:
     """A few steps on batches of different sizes; all values afterwards."""
     torch.manual_seed(0)
     model, make_batch, loss = toys.zoo(name)

@@ -202,7 +202,7 @@ class Executor:
         task.remaining = [Counter(program.uses) for _ in task.microbatches]
         written = [name for name, b in program.partition.graph.buffers.items() if b.written] if task.training else []
         task.constants = {name: self._bring(buffer) for name, buffer in self.state.buffers.items()}
-        task.buffers = {name: task.constants[name].clone() for name in written}
+        task.buffers = {name: task.constants[name].clone() for name in written if name in task.constants}
         generator_state = self.device.generator.get_state()
         try:
             for i, action in enumerate(program.actions):
@@ -559,12 +559,18 @@ class Executor:
         self.store.begin_step(intent, tensors)
 
     def submit(
-        self, blocks: Sequence[str], gradients: Sequence[Gradient], job: Callable[[], Future[Any] | None], priority: int
+        self,
+        blocks: Sequence[str],
+        gradients: Sequence[Gradient],
+        job: Callable[[], Future[Any] | None],
+        priority: int,
+        after: "Future[Any] | None" = None,
     ) -> None:
         """Work for the update thread, the first segment first: it is needed first in the next step.
 
         With one version all goes in the order of the list. As many updates as planned may wait while another is worked on:
-        more would pile up gradients.
+        more would pile up gradients. What is done with a block is done in order; nothing is begun before other ranks have
+        sent what it needs, so that the thread never waits for them.
         """
         finished: Future[Any] = Future()
         owner = self.running.segment
@@ -586,10 +592,15 @@ class Executor:
             if worked.exception() is not None:
                 finished.set_exception(worked.exception())
 
-        def begin() -> None:
-            self.worker.submit(work, priority=priority).add_done_callback(failed)
+        def begin(awaited: "Future[Any]") -> None:
+            if awaited.exception() is None:
+                self.worker.submit(work, priority=priority).add_done_callback(failed)
+            else:
+                finished.set_exception(awaited.exception())
 
-        _when_summed(gradients, begin)
+        before = [self.pending.get(block) for block in blocks]
+        awaited = [*_find_sums(gradients), *(future for future in (*before, after) if future is not None)]
+        gather(awaited, lambda: None).add_done_callback(begin)
         self.pending.update(dict.fromkeys(blocks, finished))
         self.in_flight.add(finished)
         while len(self.in_flight) > self.updates_ahead:
@@ -629,16 +640,13 @@ class Executor:
         """What is under way is part of the step; the trainer writes it down when it is done."""
 
 
-def _when_summed(gradients: Sequence[Gradient], then: Callable[[], None]) -> None:
-    """The thread of updates shall not wait for other ranks while another gradient is there."""
+def _find_sums(gradients: Sequence[Gradient]) -> "list[Future[Any]]":
+    """Sums over replicas that are under way; the wait for one tells whether it failed."""
     sums = [gradient.summing for gradient in gradients if gradient.summing is not None]
-    if not sums:
-        then()
-        return
-    parts: list[Future[None]] = [Future() for _ in sums]
-    gather(parts, then)
+    parts: list[Future[Any]] = [Future() for _ in sums]
     for part, work in zip(parts, sums, strict=True):
         work.when_done(partial(part.set_result, None))
+    return parts
 
 
 def _wait_for_all(futures: "Sequence[Future[Any]]") -> None:

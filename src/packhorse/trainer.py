@@ -33,10 +33,11 @@ from packhorse.optimizer import Stepper, refuse_sparse
 from packhorse.partition import Partition, partition, partition_like
 from packhorse.plan import Measured, Plan, Strategy, find_fingerprint, read_plan
 from packhorse.precision import LossScale, Precision, check_precision, list_casts
+from packhorse.ranks.identity import describe_batch, describe_function, describe_model, describe_values
 from packhorse.ranks.links import Links
 from packhorse.ranks.shape import Ranks
 from packhorse.ranks.stages import assign, cut_into_stages
-from packhorse.ranks.world import find_world
+from packhorse.ranks.world import World, find_world
 from packhorse.running import Running
 from packhorse.schedule import check
 from packhorse.search import Wish, choose, count_microbatches
@@ -136,6 +137,8 @@ class Trainer:
     ) -> None:
         """Captures, cuts, plans, fills the store; what a run left unfinished is finished first, the way it was begun."""
         budget, base = read_budget(memory, self._device.name), resident_bytes()
+        if self._world is not None:
+            self._agree(self._world, example, wish, ranks)
         graph = self._capture("train", example)
         if self._store.holds_run:
             self._store.claim()
@@ -159,6 +162,19 @@ class Trainer:
         self._state.hand_over(self.model)
         _open.add(self)
 
+    def _agree(self, world: World, example: Any, wish: Wish, ranks: Ranks | None) -> None:
+        """Before anything is made: ranks that differ would wait for each other, or train another model each."""
+        world.agree(
+            {
+                "model": describe_model(self.model),
+                "loss": describe_function(self.loss),
+                "batch": describe_batch(example),
+                "values of the model (seed torch alike before you build it)": describe_values(self.model),
+                "optimizer": (type(self.optimizer).__name__, self._stepper.read_groups()),
+                "choice": (ranks, wish, self.precision, self.clip_norm, self.deferred, self.seed, self._store.on_disk),
+            }
+        )
+
     def _arrange(self, graph: Graph, wish: Wish, ranks: Ranks | None) -> Wish:
         """Places for all ranks, and cuts between the stages of a pipeline beside those between blocks."""
         if self._world is None:
@@ -171,14 +187,6 @@ class Trainer:
             return wish
         if ranks is None:
             ranks = Ranks(pipeline=self._world.size) if wish.strategy == "pipeline" else Ranks(data=self._world.size)
-        self._world.agree(
-            {
-                "number of ranks": ranks,
-                "model": find_fingerprint(graph),
-                "batch": [leaf.describe() for leaf in graph.batch.leaves],
-                "choice": (wish, self.precision, self.clip_norm, self.deferred, self.seed, type(self.optimizer)),
-            }
-        )
         self._world.arrange(ranks)
         if ranks.pipeline > 1:
             self._stage_cuts = cut_into_stages(graph, ranks)
@@ -527,7 +535,8 @@ class Trainer:
     # -- graphs and programs
 
     def _capture(self, mode: Mode, batch: Any) -> Graph:
-        graph = capture(
+        make = partial(
+            capture,
             self.model,
             batch,
             self.loss,
@@ -535,6 +544,7 @@ class Trainer:
             device=self._device.name.partition(":")[0],
             precision=self.precision,
         )
+        graph = make() if self._world is None else _capture_once(self._world, make)
         self._graphs[mode, len(self._graphs)] = graph
         return graph
 
@@ -743,6 +753,23 @@ def _join(graph: Graph, outputs: list[Any]) -> Any:
         else:
             leaves.append(column[0])
     return tree_unflatten(leaves, flat[0][1])
+
+
+def _capture_once(world: World, make: Callable[[], Graph]) -> Graph:
+    """One rank captures, for all; blocks that could not be traced are part of the graph, and of each rank's own model."""
+    found: Graph | PackhorseError | None = None
+    if world.rank == 0:
+        try:
+            found = make()
+        except PackhorseError as error:
+            found = error
+    is_opaque = isinstance(found, Graph) and bool(found.opaque)
+    shared = world.share(None if is_opaque else found, 0)
+    if isinstance(shared, PackhorseError):
+        raise shared
+    if shared is not None:
+        return shared
+    return found if isinstance(found, Graph) else make()
 
 
 def _choose_store(store: str | Path | Store | None, durability: Durability) -> Store:

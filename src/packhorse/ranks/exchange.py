@@ -20,7 +20,7 @@ from packhorse.ranks.traffic import Traffic
 from packhorse.ranks.world import Work, World
 from packhorse.schedule import Action
 from packhorse.store import MASTER, Block
-from packhorse.store.lane import ORDINARY, URGENT
+from packhorse.store.lane import ORDINARY, URGENT, Lane
 
 if TYPE_CHECKING:
     from packhorse.execute import Executor, Task
@@ -33,6 +33,7 @@ class Exchange:
         self.executor, self.world, self.links = executor, world, links
         self.post = Post(world, executor.device)
         self.gathering = Gathering(world, executor.store, pool) if executor.layout.shards else None
+        self._waiting = Lane("packhorse-post", 1)  # for what no future tells of: it comes in the order of the lists
         self._losses: Work | None = None
         self.momenta = find_momenta(links.partition.graph) if world.ranks.data > 1 else {}
         self.handlers: dict[str, Any] = {
@@ -49,6 +50,7 @@ class Exchange:
         }
 
     def close(self) -> None:
+        self._waiting.close()
         if self.gathering is not None:
             self.gathering.close()
 
@@ -188,11 +190,8 @@ class Exchange:
             gradient = Gradient(block, _segment(action), self.executor.device)
             (slot,) = block.slots  # what is shared has a block of its own
             work = self.post.receive_flat(gradient.make(slot), tie.place, 2 * tie.number, backward=True)
-            self.executor.submit([block.name], [], partial(self._park, gradient, work), URGENT)
-
-    def _park(self, gradient: Gradient, work: Work) -> None:
-        work.wait()
-        self.executor.updater.park(gradient, None, check=False)
+            park = partial(self.executor.updater.park, gradient, None, check=False)
+            self.executor.submit([block.name], [], park, URGENT, after=self._waiting.submit(work.wait))
 
     def _tell(self, task: "Task", action: Action) -> None:
         for tie in self.links.tells[_segment(action)]:
@@ -210,10 +209,10 @@ class Exchange:
             block = self._block(tie)
             flat = torch.empty(block.numel, dtype=block.kinds[MASTER])
             work = self.post.receive_flat(flat, tie.place, 2 * tie.number + 1, backward=False)
-            self.executor.submit([block.name], [], partial(self._keep_block, block, flat, work), ORDINARY)
+            keep = partial(self._keep_block, block, flat)
+            self.executor.submit([block.name], [], keep, ORDINARY, after=self._waiting.submit(work.wait))
 
-    def _keep_block(self, block: Block, flat: Tensor, work: Work) -> None:
-        work.wait()
+    def _keep_block(self, block: Block, flat: Tensor) -> None:
         store = self.executor.store
         for start, stop in block.units:
             loan = store.borrow(block, MASTER, start, stop, read=False)

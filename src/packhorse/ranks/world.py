@@ -6,6 +6,7 @@ Everything returns something to wait for; nothing here waits by itself but what 
 
 import atexit
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,7 +19,7 @@ from torch import Tensor
 from packhorse.errors import RanksError
 from packhorse.ranks.shape import Ranks
 
-PATIENCE = 300.0  # seconds that a rank waits for another
+PATIENCE = "PACKHORSE_PATIENCE"  # in the environment: seconds that a rank waits for another
 
 
 class Work:
@@ -141,22 +142,33 @@ class World:
     def gather_objects(self, value: Any) -> list[Any]:
         """A small value of every rank. Waits."""
         found: list[Any] = [None] * self.size
-        try:
+        with self._told():
             dist.all_gather_object(found, value, group=self._control)
-        except RuntimeError as error:
-            raise RanksError(f"rank {self.rank} could not reach the others: {str(error).splitlines()[0]}") from error
         return found
 
     def share(self, value: Any, root: int) -> Any:
         """What rank `root` has, for all. Waits."""
         holder = [value]
-        dist.broadcast_object_list(holder, src=root, group=self._control)
+        with self._told(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch's own, on unpickling a TreeSpec
+            dist.broadcast_object_list(holder, src=root, group=self._control)
         return holder[0]
 
     def share_tensor(self, tensor: Tensor, root: int) -> Tensor:
         """Likewise, in place."""
-        dist.broadcast(tensor, src=root, group=self._control)
+        with self._told():
+            dist.broadcast(tensor, src=root, group=self._control)
         return tensor
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise RanksError(
+                f"rank {self.rank} could not reach the others within {self.patience:.0f} s: one has ended or is stuck, or they "
+                f"do not run the same script with batches of the same shapes ({str(error).strip().splitlines()[0]})"
+            ) from error
 
     def agree(self, facts: Mapping[str, Any]) -> None:
         """Raises on all ranks if they do not have the same, with what differs."""
@@ -190,7 +202,7 @@ def alone() -> Iterator[None]:
         _is_alone = before
 
 
-def find_world(patience: float = PATIENCE) -> World | None:
+def find_world() -> World | None:
     """This rank's world, if torchrun started several processes; else None."""
     global _world
     if _is_alone:
@@ -199,6 +211,7 @@ def find_world(patience: float = PATIENCE) -> World | None:
         return _world
     if not dist.is_available() or int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         return None
+    patience = float(os.environ.get(PATIENCE, "300"))
     if not dist.is_initialized():
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         if accelerator is not None:
