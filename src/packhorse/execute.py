@@ -599,7 +599,8 @@ class Executor:
                 finished.set_exception(awaited.exception())
 
         before = [self.pending.get(block) for block in blocks]
-        awaited = [*_find_sums(gradients), *(future for future in (*before, after) if future is not None)]
+        sums = [gradient.summed for gradient in gradients]
+        awaited = [future for future in (*sums, *before, after) if future is not None]
         gather(awaited, lambda: None).add_done_callback(begin)
         self.pending.update(dict.fromkeys(blocks, finished))
         self.in_flight.add(finished)
@@ -638,15 +639,6 @@ class Executor:
 
     def _commit(self, task: Task, action: Action) -> None:
         """What is under way is part of the step; the trainer writes it down when it is done."""
-
-
-def _find_sums(gradients: Sequence[Gradient]) -> "list[Future[Any]]":
-    """Sums over replicas that are under way; the wait for one tells whether it failed."""
-    sums = [gradient.summing for gradient in gradients if gradient.summing is not None]
-    parts: list[Future[Any]] = [Future() for _ in sums]
-    for part, work in zip(parts, sums, strict=True):
-        work.when_done(partial(part.set_result, None))
-    return parts
 
 
 def _wait_for_all(futures: "Sequence[Future[Any]]") -> None:

@@ -5,6 +5,7 @@ tensor becomes the sum itself, as in plain PyTorch, if nothing else holds its me
 only looked up, the rows that were are kept, as long as they are few: the others are zero.
 """
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,7 +70,8 @@ class Gradient:
     _taken: set[str] = field(default_factory=set)  # in memory of the device's own
     _transfers: list[Transfer] = field(default_factory=list)
     _is_finite: bool = False
-    summing: Any = None  # over replicas, under way
+    summing: Any = None  # over replicas, under way: to be waited for
+    summed: "Future[Any] | None" = None  # likewise, where a thread of the host waits for it
 
     def add(self, slot: Slot, gradient: Tensor, alone: bool) -> None:
         """Adds one microbatch's; `alone` if nobody else has this tensor. The first is not added to zero, so that -0.0 stays."""
@@ -167,9 +169,8 @@ class Gradient:
 
     def bring_home(self) -> None:
         """Starts to bring it to the host; what is summed on a device comes when it is summed."""
-        if self.summing is not None and self.device.name != "cpu":
-            self.summing.wait()
-            self.summing = None
+        if self.summed is None:
+            self._await_sum()
         self._transfers = [self.device.download(flat) for flat in self.tensors.values()]
         self.tensors = dict(zip(self.tensors, [t.tensor for t in self._transfers], strict=True))
         for found in self.looked_up.values():
@@ -179,12 +180,17 @@ class Gradient:
 
     def wait(self) -> None:
         """Returns when it is there."""
-        if self.summing is not None:
-            self.summing.wait()
-            self.summing = None
+        self._await_sum()
         for transfer in self._transfers:
             self.device.wait_on_host(transfer)
         self._transfers.clear()
+
+    def _await_sum(self) -> None:
+        if self.summed is not None:
+            self.summed.result()
+        elif self.summing is not None:
+            self.summing.wait()
+        self.summing = self.summed = None
 
     @property
     def is_home(self) -> bool:

@@ -131,9 +131,11 @@ class Plan:
         traffic: Traffic | None = None,
     ) -> list[Action]:
         """The list that evaluates or predicts."""
-        if links is None or traffic is None:
-            actions = lowering.fetch(lowering.stash(schedule.forward(num_segments, num_microbatches)))
-            return lowering.prefetch(actions, sizes, self.prefetch_bytes)
+        if links is None or traffic is None or self.ranks.pipeline == 1:
+            actions = lowering.stash(schedule.forward(num_segments, num_microbatches))
+            if links is not None and traffic is not None:
+                actions = self._connect(actions, traffic, links)
+            return lowering.prefetch(lowering.fetch(actions), sizes, self.prefetch_bytes)
         local = traffic.segments_of(links.place)
         actions = [Action("F", s, k) for k in range(num_microbatches) for s in local]
         actions = lowering.fetch(self._connect(actions, traffic, links), local)

@@ -200,9 +200,9 @@ class Updater:
         scale: Tensor | None,
         writes: "list[Future[Any]]",
     ) -> bool:
-        """False if it has no gradient."""
+        """False if it has no gradient, or no tensor: the others' parts are larger."""
         parked = self.parked.pop(block.name, None)
-        if gradient is None and parked is None:
+        if (gradient is None and parked is None) or not block.slots:
             return False
         if gradient is not None and scale is None:
             gradient.refuse_non_finite()

@@ -34,6 +34,7 @@ class Exchange:
         self.post = Post(world, executor.device)
         self.gathering = Gathering(world, executor.store, pool) if executor.layout.shards else None
         self._waiting = Lane("packhorse-post", 1)  # for what no future tells of: it comes in the order of the lists
+        self._summing = Lane("packhorse-sums", 1)  # in order, as they are made
         self._losses: Work | None = None
         self.momenta = find_momenta(links.partition.graph) if world.ranks.data > 1 else {}
         self.handlers: dict[str, Any] = {
@@ -51,6 +52,7 @@ class Exchange:
 
     def close(self) -> None:
         self._waiting.close()
+        self._summing.close()
         if self.gathering is not None:
             self.gathering.close()
 
@@ -128,6 +130,8 @@ class Exchange:
                 task.sums[block.name, _segment(action)] = gradient
             else:
                 gradient.summing = self.world.sum(gradient.join())
+            if self.executor.device.name == "cpu":  # elsewhere streams wait
+                gradient.summed = self._summing.submit(gradient.summing.wait)
             if not self.executor.overlap:
                 gradient.wait()
 

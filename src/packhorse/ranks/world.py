@@ -42,13 +42,6 @@ class Work:
             ) from error
         self._work, self._kept = None, ()
 
-    def when_done(self, then: Any) -> None:
-        """Calls `then()` when it is over, whatever came of it, from a thread of its own."""
-        if self._work is None:
-            then()
-        else:
-            self._work.get_future().add_done_callback(lambda _: then())
-
 
 class World:
     """This rank among the others."""
