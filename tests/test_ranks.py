@@ -7,8 +7,26 @@ import pytest
 import torch
 
 import packhorse as ph
+import packhorse.trainer
 import toys
 from launch import run_ranks
+from packhorse.batch import BatchSpec
+
+
+@pytest.fixture(autouse=True)
+def _captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are forked after the run they are compared with, and find its graphs."""
+    capture = packhorse.trainer.capture  # type: ignore[attr-defined]
+    known: dict[Any, ph.Graph] = {}
+
+    def capture_once(model: Any, batch: Any, loss: Any, **options: Any) -> ph.Graph:
+        key = (options["mode"], BatchSpec.of(batch).rows)
+        if key not in known:
+            known[key] = capture(model, batch, loss, **options)
+        return known[key]
+
+    monkeypatch.setattr(packhorse.trainer, "capture", capture_once)
+
 
 def train(name: str, ranks: ph.Ranks | None, rows: int = 12, microbatches: int = 4, **options: Any) -> dict[str, Any]:
     """A few steps on batches of different sizes; all values afterwards."""
@@ -52,11 +70,30 @@ def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
         torch.testing.assert_close(found["values"][name], value, rtol=1e-5, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("name", ["gpt", "bert", "resnet50", "unet"])
-@pytest.mark.parametrize("pipeline", [2, 3])
-def test_a_pipeline_is_one_process(name: str, pipeline: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("gpt", ph.Ranks(pipeline=2)),
+        ("bert", ph.Ranks(pipeline=2)),
+        ("resnet50", ph.Ranks(pipeline=2)),
+        ("unet", ph.Ranks(pipeline=2)),
+        ("gpt", ph.Ranks(pipeline=3, ahead=0)),
+        ("unet", ph.Ranks(pipeline=4)),
+        ("gpt", ph.Ranks(pipeline=2, order="interleaved", chunks=2)),
+        ("unet", ph.Ranks(pipeline=2, order="interleaved", chunks=3)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"{value.pipeline} ranks, {value.order}",
+)
+def test_a_pipeline_is_one_process(name: str, ranks: ph.Ranks) -> None:
     expected = train(name, None)
-    for found in run_ranks(pipeline, lambda rank: train(name, ph.Ranks(pipeline=pipeline))):
+    for found in run_ranks(ranks.size, lambda rank: train(name, ranks)):
+        assert_identical(found, expected)
+
+
+@pytest.mark.parametrize("options", [{"clip_norm": 0.1}, {"overlap": False}, {"precision": "bf16"}], ids=str)
+def test_other_ways_to_run_a_pipeline(options: dict[str, Any]) -> None:
+    expected = train("gpt", None, **options)
+    for found in run_ranks(2, lambda rank: train("gpt", ph.Ranks(pipeline=2), **options)):
         assert_identical(found, expected)
 
 
@@ -72,9 +109,15 @@ def test_other_samples_on_other_ranks(name: str, ranks: ph.Ranks) -> None:
         assert_close(found, expected)
 
 
-@pytest.mark.parametrize("name", ["gpt", "resnet50"])
 @pytest.mark.parametrize(
-    "options", [{}, {"clip_norm": 0.5}, {"optimizer": torch.optim.Adafactor}], ids=["sgd", "clip", "whole"]
+    ("name", "options"),
+    [
+        ("gpt", {}),
+        ("gpt", {"clip_norm": 0.5}),
+        ("gpt", {"optimizer": torch.optim.Adafactor}),
+        ("resnet50", {}),
+    ],
+    ids=["gpt", "clipped", "tensors that stay whole", "resnet50"],
 )
 def test_relay_with_parts_of_the_state_on_each_rank(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     choices = {"optimizer": torch_sgd, "strategy": "relay"} | options
@@ -82,3 +125,70 @@ def test_relay_with_parts_of_the_state_on_each_rank(name: str, options: dict[str
     for store in (None, tmp_path / "store"):
         for found in run_ranks(2, lambda rank, store=store: train(name, ph.Ranks(data=2), store=store, **choices)):
             assert_close(found, expected)
+
+
+# -- what is refused
+
+
+def refusal(size: int, **options: Any) -> list[str]:
+    """What the ranks say, each, of a run that cannot be."""
+    return run_ranks(size, lambda rank: train("mlp", **{"ranks": None} | options), expect_failure=True)
+
+
+def test_more_ranks_than_are_there_are_refused() -> None:
+    for text in refusal(2, ranks=ph.Ranks(data=2, pipeline=2)):
+        assert "ranks are 2 x 2 = 4, but 2 processes were started" in text
+
+
+def test_more_stages_than_segments_are_refused() -> None:
+    for text in refusal(2, ranks=ph.Ranks(pipeline=2, order="interleaved", chunks=40)):
+        assert "MLP cannot be cut into 80 stages" in text
+
+
+@pytest.mark.parametrize(
+    ("differ", "message"),
+    [
+        (lambda rank: {"rows": 12 + rank}, "rank 1 has another batch than rank 0: 13 rows"),
+        (lambda rank: {"name": ("mlp", "gpt")[rank]}, "rank 1 has another model than rank 0"),
+        (lambda rank: {"microbatches": 2 + rank}, "rank 1 has another choice than rank 0"),
+        (lambda rank: {"optimizer": (torch.optim.AdamW, torch.optim.Adam)[rank]}, "rank 1 has another optimizer"),
+    ],
+    ids=["batch", "model", "choice", "optimizer"],
+)
+def test_ranks_that_differ_are_refused(differ: Any, message: str) -> None:
+    found = run_ranks(2, lambda rank: train(**{"name": "mlp", "ranks": None} | differ(rank)), expect_failure=True)
+    for text in found:
+        assert message in text
+
+
+def test_a_batch_with_fewer_rows_than_ranks_is_refused() -> None:
+    def work(rank: int) -> None:
+        model, make_batch, loss = toys.zoo("mlp")
+        torch.manual_seed(0)
+        batch = make_batch(4)
+        trainer = ph.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), batch, loss=loss, strategy="resident")
+        trainer.step(tuple(part[:1] for part in batch))
+
+    for text in run_ranks(2, work, expect_failure=True):
+        assert "1 rows, which make 1 microbatches for 2 ranks" in text
+
+
+def test_one_process_is_no_pipeline() -> None:
+    with pytest.raises(ph.RanksError, match="torchrun --nproc-per-node=2"):
+        train("mlp", None, strategy="pipeline")
+    with pytest.raises(ph.RanksError, match="but 1 processes were started"):
+        train("mlp", ph.Ranks(data=2))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"data": 0}, "ranks.data is 0"),
+        ({"order": "gpipe"}, "expected one of 1f1b"),
+        ({"chunks": 2}, "interleaved takes at least 2"),
+        ({"ahead": -1}, "ranks.ahead is -1"),
+    ],
+)
+def test_wrong_arrangements(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ph.RanksError, match=message):
+        ph.Ranks(**fields)

@@ -263,13 +263,12 @@ def share(
 ) -> list[Action]:
     """Parameters that several ranks use: one of them updates, with the gradients of all, and tells the others."""
     lowered: list[Action] = []
+    complete: set[int | None] = set()
     for action in actions:
         kind, s, _ = action
-        first = kind in ("PARK", "UPDATE") and lowered[-1] != Action("PARK", s)
-        if first and s in takes:
-            lowered.append(Action("TAKE", s))
-        if first and s in passes:
-            lowered.append(Action("PASS", s))
+        if kind in ("PARK", "UPDATE") and s not in complete:
+            complete.add(s)
+            lowered += [Action("TAKE", s)] * (s in takes) + [Action("PASS", s)] * (s in passes)
         if kind == "COMMIT":
             lowered += [Action("HEAR", t) for t in sorted(hears)]
         lowered.append(action)

@@ -66,6 +66,7 @@ class Plan:
     parks: frozenset[int] = frozenset()
     ranks: Ranks = ALONE
     owners: tuple[int, ...] = ()  # the places in the pipeline of all segments
+    overlap: bool = True  # of movement with compute
     casts: tuple[Cast, ...] = ()
     state_bytes: int = 0  # masters and optimizer states
     estimate: Estimate = field(default_factory=Estimate)
@@ -116,8 +117,8 @@ class Plan:
     def _connect(self, actions: list[Action], traffic: Traffic, links: Links) -> list[Action]:
         """What is exchanged with other ranks."""
         receives, sends = traffic.receivers(), traffic.senders()
-        local = max(1, len(traffic.segments_of(links.place)))
-        connected = lowering.exchange(actions, receives, sends, distance=2 * local * (1 + self.ranks.ahead))
+        ahead = 2 * len(traffic.segments_of(links.place)) * (1 + self.ranks.ahead) if self.overlap else 0
+        connected = lowering.exchange(actions, receives, sends, distance=ahead)
         if traffic.partition.graph.mode == "predict":
             return connected
         return lowering.tell_losses(connected, len(traffic.owners) - 1)

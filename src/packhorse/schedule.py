@@ -148,7 +148,8 @@ def pipeline(
 
 def _take_turns(num_ranks: int, has_backward: Sequence[bool], num_microbatches: int, ahead: int) -> list[list[Turn]]:
     """Plays the pipeline with forwards that take 1 and backwards that take 2; who is free does what is ready."""
-    num_stages, first = len(has_backward), has_backward.index(True) if True in has_backward else len(has_backward)
+    num_stages = len(has_backward)
+    behind = [next((d for d in range(c + 1, num_stages) if has_backward[d]), None) for c in range(num_stages)]
     ends: dict[Turn, int] = {}
     turns: list[list[Turn]] = [[] for _ in range(num_ranks)]
     free = [0] * num_ranks
@@ -161,7 +162,8 @@ def _take_turns(num_ranks: int, has_backward: Sequence[bool], num_microbatches: 
         _, c, k = turn
         if not turn.backward:
             return 0 if c == 0 else ends.get(Turn(False, c - 1, k))
-        return ends.get(Turn(True, c + 1, k) if c + 1 < num_stages else Turn(False, c, k))
+        following = behind[c]
+        return ends.get(Turn(False, c, k) if following is None else Turn(True, following, k))
 
     def order_of(turn: Turn) -> tuple[int, int, int]:
         group = turn.microbatch // num_ranks if num_stages > num_ranks else 0
@@ -173,14 +175,14 @@ def _take_turns(num_ranks: int, has_backward: Sequence[bool], num_microbatches: 
             turn, rank = Turn(b, c, k), c % num_ranks
             ready = ready_at(turn) if k < num_microbatches else None
             if ready is not None:
-                is_over = not b and c >= first and under_way[rank] >= limits[rank]
+                is_over = not b and has_backward[c] and under_way[rank] >= limits[rank]
                 offers.append((max(ready, free[rank]), is_over, not b, order_of(turn), rank, turn))
         within = [offer for offer in offers if not offer[1]] or offers  # nobody may go on: one has more under way, then
         start, _, _, _, rank, turn = min(within)
         free[rank] = ends[turn] = start + (2 if turn.backward else 1)
         turns[rank].append(turn)
         next_turn[turn.backward, turn.stage] += 1
-        if turn.stage >= first:
+        if has_backward[turn.stage]:
             under_way[rank] += -1 if turn.backward else 1
     return turns
 

@@ -51,6 +51,7 @@ class Wish:
     updates_ahead: int | None = None
     stash_bytes: int | None = None
     ranks: Ranks = ALONE
+    overlap: bool = True
 
     def __post_init__(self) -> None:
         if self.strategy not in ("auto", "resident", "relay", "pipeline"):
@@ -241,6 +242,7 @@ class _Search:
             case.rolls,
             parks=case.layout.parks() | (case.links.waits if case.links is not None else frozenset()),
             ranks=case.ranks,
+            overlap=wish.overlap,
             owners=case.links.owners if case.links is not None else (),
             casts=case.casts,
             state_bytes=case.state_bytes,

@@ -97,7 +97,7 @@ class Trainer:
     ):
         _check_choices(precision, update, clip_norm)
         refuse_sparse(model)
-        wish = Wish(strategy, microbatches)
+        wish = Wish(strategy, microbatches, overlap=overlap)
         self._world = find_world()
         self.model, self.loss, self.weight, self.scheduler, self.data = model, loss, weight, scheduler, data
         self.precision, self.clip_norm, self.seed = precision, clip_norm, seed

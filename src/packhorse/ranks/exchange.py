@@ -82,8 +82,6 @@ class Exchange:
                 remaining[name] -= 1
                 if remaining[name] == 0:
                     values.pop(name)
-        if not self.executor.overlap:
-            self.post.finish()
 
     def _receive_gradients(self, task: "Task", action: Action) -> None:
         traffic, numbers, k = self._traffic(task, action, sends=False, backward=True)
@@ -99,8 +97,6 @@ class Exchange:
             names = traffic.messages[number].names
             found = {name: task.gradients[k].pop(name) for name in names if name in task.gradients[k]}
             self.post.send(traffic, number, k, task.microbatches[k].rows, found)
-        if not self.executor.overlap:
-            self.post.finish()
 
     # -- losses
 
