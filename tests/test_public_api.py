@@ -25,6 +25,8 @@ def test_public_names() -> None:
         "Plan",
         "PlanError",
         "RamStore",
+        "Ranks",
+        "RanksError",
         "ScheduleError",
         "Segment",
         "SegmentedTrainer",
@@ -78,5 +80,6 @@ def test_signatures() -> None:
         "seed",
         "weights",
         "plan",
+        "ranks",
     ]
     assert list(inspect.signature(ph.verify).parameters)[:4] == ["model", "optimizer", "example", "loss"]

@@ -55,7 +55,7 @@ def describe_store(directory: str | Path) -> dict[str, Any]:
         store.close()
     kinds: dict[str, int] = {}
     for block in header["blocks"]:
-        elements = sum(torch.Size(shape).numel() for _, shape, _, _ in block["slots"])
+        elements = sum(torch.Size(shape).numel() for _, shape, *_ in block["slots"])
         for kind, dtype in block["kinds"].items():
             kinds[kind] = kinds.get(kind, 0) + elements * getattr(torch, dtype).itemsize
     return {

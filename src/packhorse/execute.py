@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,13 +24,10 @@ from packhorse.fetched import Fetched
 from packhorse.gradient import Gradient
 from packhorse.graph import Ref
 from packhorse.keys import key_generator
-from packhorse.memory import Pool
 from packhorse.optimizer import Group
 from packhorse.partition import Partition, Segment
-from packhorse.ranks.exchange import Exchange
-from packhorse.ranks.links import Links
+from packhorse.ranks.shards import Gathering
 from packhorse.ranks.traffic import Traffic
-from packhorse.ranks.world import World
 from packhorse.running import Running
 from packhorse.schedule import Action, show
 from packhorse.state import ModelState
@@ -145,6 +142,38 @@ class Task:
         return [Record(a, s - origin, e - origin) for a, (s, e) in zip(self.program.actions, pairs, strict=False)]
 
 
+class Others(Protocol):
+    """What an executor asks of other ranks, beside the actions of its list."""
+
+    @property
+    def handlers(self) -> Mapping[str, Callable[[Task, Action], None]]: ...
+
+    @property
+    def gathering(self) -> Gathering | None: ...
+
+    def await_losses(self) -> None:
+        """Until the loss of the task is that of all ranks."""
+        ...
+
+    def join_norms(self, task: Task) -> None: ...
+
+    def join_statistics(self, task: Task, before: Mapping[str, Tensor]) -> None: ...
+
+    def finish(self) -> None:
+        """Until all that was sent has been received."""
+        ...
+
+    def tell_commit(self) -> None:
+        """This rank has committed a step."""
+        ...
+
+    def await_commits(self) -> None:
+        """Until all have."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class Executor:
     """Runs tasks. Between two of them only updates may still be under way."""
 
@@ -159,9 +188,6 @@ class Executor:
         seed: int,
         overlap: bool,
         updates_ahead: int = 1,
-        world: World | None = None,
-        links: Links | None = None,
-        pool: Pool | None = None,
     ):
         self.state, self.store, self.layout = state, state.store, state.layout
         self.device, self.updater, self.stash = device, updater, stash
@@ -188,10 +214,12 @@ class Executor:
             "UPDATE": self._update,
             "COMMIT": self._commit,
         }
-        self.exchange: Exchange | None = None
-        if world is not None and links is not None and pool is not None:
-            self.exchange = Exchange(self, world, links, pool)
-            self.handlers |= self.exchange.handlers
+        self.others: Others | None = None
+
+    def connect(self, others: "Others") -> None:
+        """With other ranks: whoever knows them brings the handlers of what is done with them."""
+        self.others = others
+        self.handlers.update(others.handlers)
 
     def run(self, task: Task) -> Task:
         """The one loop."""
@@ -219,9 +247,9 @@ class Executor:
         finally:
             self.device.generator.set_state(generator_state)
         assert not self.stash, "what is stashed is used"
-        if self.exchange is not None:
-            self.exchange.await_losses()
-            self.exchange.join_statistics(task, task.constants)
+        if self.others is not None:
+            self.others.await_losses()
+            self.others.join_statistics(task, task.constants)
         self.state.buffers.update({name: self._bring_home(buffer) for name, buffer in task.buffers.items()})
         for results in task.results:
             results.update({name: self._bring_home(result) for name, result in results.items()})
@@ -235,8 +263,8 @@ class Executor:
         self.in_flight.clear()
         if failures:
             raise failures[0]
-        if self.exchange is not None:
-            self.exchange.post.finish()
+        if self.others is not None:
+            self.others.finish()
 
     def submit_commit(self, commit: Callable[[], None]) -> None:
         """Runs when the updates that are under way are written; the next step's wait for it, but not what that reads.
@@ -250,7 +278,12 @@ class Executor:
             if written.exception() is not None:
                 done.set_exception(written.exception())
             else:
-                self.worker.submit(commit, priority=URGENT).add_done_callback(partial(pass_on, done))
+                self.worker.submit(commit_and_tell, priority=URGENT).add_done_callback(partial(pass_on, done))
+
+        def commit_and_tell() -> None:
+            commit()
+            if self.others is not None:
+                self.others.tell_commit()
 
         gather(self._under_way(), lambda: None).add_done_callback(begin)
         self.pending[COMMIT] = done
@@ -260,16 +293,21 @@ class Executor:
         return list({*self.pending.values(), *self.in_flight})
 
     def _await_commit(self) -> None:
-        """Before anything of the next version is written: it takes the place of the version before the last."""
+        """Before anything of the next version is written: it takes the place of the version before the last.
+
+        Other ranks must have committed too: until then that version may be the last that all of them have.
+        """
         commit = self.pending.get(COMMIT)
         if commit is not None:
             commit.result()
+            if self.others is not None:
+                self.others.await_commits()
             del self.pending[COMMIT]  # not before: an interrupt while waiting must not make anybody forget it
 
     def close(self) -> None:
         self.worker.close()
-        if self.exchange is not None:
-            self.exchange.close()
+        if self.others is not None:
+            self.others.close()
 
     def _abandon(self, task: Task) -> None:
         """After a failure: nothing of the step stays behind, but what was already updated."""
@@ -416,7 +454,7 @@ class Executor:
         graph = task.program.partition.graph
         trainable = {n for n in segment.parameters if task.training and graph.parameters[n].trainable}
         blocks, shards = self.layout.blocks_of(segment), self.layout.shards
-        gathering = self.exchange.gathering if self.exchange is not None else None
+        gathering = self.others.gathering if self.others is not None else None
         fetched = Fetched(self.store, self.device, blocks, segment, trainable, self.pending, shards, gathering)
         self.fetched[action.segment] = fetched
         if not self.overlap:
@@ -502,8 +540,8 @@ class Executor:
     def _norm(self, task: Task, action: Action) -> None:
         """The norm of all gradients, as `clip_grad_norm_` takes it: of each tensor first, in the order of the model."""
         self.drain()
-        if self.exchange is not None:
-            self.exchange.join_norms(task)
+        if self.others is not None:
+            self.others.join_norms(task)
         order = [name for name in task.program.partition.graph.parameters if name in task.norms]
         norms = [task.norms[name] / task.loss_scale for name in order]
         if not norms:
@@ -630,8 +668,8 @@ class Executor:
                         f"step {task.step}: the loss of microbatch {task.microbatches[k].number} is {float(loss)}; nothing was "
                         "updated. Look at that part of the batch, or lower the learning rate"
                     )
-        if self.exchange is not None:
-            self.exchange.await_losses()
+        if self.others is not None:
+            self.others.await_losses()
             if task.loss is not None and not torch.isfinite(task.loss):
                 raise NumericsError(
                     f"step {task.step}: a loss on another rank is not finite, which tells of it; nothing was updated"

@@ -22,6 +22,7 @@ from packhorse.case import Case
 from packhorse.device import find_device
 from packhorse.errors import BatchError, PackhorseError, RanksError, StoreError
 from packhorse.estimate import KEPT
+from packhorse.exchange import Exchange
 from packhorse.execute import Executor, Microbatch, Program, Record, Task
 from packhorse.graph import Graph, Ref, Size, capture
 from packhorse.graph.graph import Mode
@@ -264,10 +265,9 @@ class Trainer:
             seed=self.seed,
             overlap=means.overlap,
             updates_ahead=self.plan.updates_ahead,
-            world=self._world,
-            links=self._case.links,
-            pool=self._pool,
         )
+        if self._world is not None and self._case.links is not None:
+            self._executor.connect(Exchange(self._executor, self._world, self._case.links, self._pool))
 
     def _find_links(self, part: Partition, ranks: Ranks) -> Links | None:
         if self._world is None:
@@ -632,6 +632,10 @@ class Trainer:
         """Makes the store and fills it with the model's first values, or opens one that holds a run."""
         store, state = self._store, self._state
         store.claim()
+        if self._world is not None and isinstance(store, DiskStore):
+            store.keeps_previous = True
+            if resume:
+                _go_back_to_common(self._world, store)
         manifest = store.read_manifest()
         header = state.describe(self.model, self.optimizer)
         if manifest is not None and not resume:
@@ -753,6 +757,19 @@ def _join(graph: Graph, outputs: list[Any]) -> Any:
         else:
             leaves.append(column[0])
     return tree_unflatten(leaves, flat[0][1])
+
+
+def _go_back_to_common(world: World, store: DiskStore) -> None:
+    """Ranks may have died between two commits; the last step that all of them have is where they go on."""
+    own = store.find_steps()
+    found = world.gather_objects(own or [0])  # what is not there yet begins at the first step
+    common = set(found[0]).intersection(*found[1:])
+    if not common:
+        raise StoreError(
+            f"the ranks' stores beside {store.path} have no step in common: {found}; bring them back from one copy"
+        )
+    if own and own[0] != max(common):
+        store.go_back()
 
 
 def _capture_once(world: World, make: Callable[[], Graph]) -> Graph:

@@ -49,7 +49,9 @@ class World:
     def __init__(self, patience: float):
         self.rank, self.size, self.patience = dist.get_rank(), dist.get_world_size(), patience
         self.ranks = Ranks(data=self.size)
-        self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience))
+        self._control, self._commits = (
+            dist.new_group(backend="gloo", timeout=timedelta(seconds=patience)) for _ in range(2)
+        )
         self._sums: Any = None
         self._gathers: Any = None
         self._facts: Any = None  # among replicas too, but not behind their sums
@@ -131,6 +133,12 @@ class World:
         """In place, over all ranks: of what only one has, the others have zeros."""
         work = dist.all_reduce(tensor, group=self._control, async_op=True)
         return Work(work, f"rank {self.rank}: {what}", tensor)
+
+    def tell_commit(self) -> Work:
+        """Over when all ranks have called it, each after its own commit."""
+        token = torch.zeros(1)
+        work = dist.all_reduce(token, group=self._commits, async_op=True)
+        return Work(work, f"rank {self.rank}: a commit of all ranks", token)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """A small value of every rank. Waits."""

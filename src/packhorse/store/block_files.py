@@ -181,9 +181,10 @@ def describe_blocks(blocks: Sequence[Block]) -> list[Any]:
         {
             "name": block.name,
             "kinds": {k: str(dtype).removeprefix("torch.") for k, dtype in block.kinds.items() if k != GRADIENT},
-            "slots": [[slot.name, list(slot.shape), list(slot.stride), slot.start] for slot in block.slots],
+            "slots": [[slot.name, list(slot.shape), list(slot.stride), slot.start, slot.offset] for slot in block.slots],
             "whole": block.whole,
             "users": list(block.users),
+            "length": block.length,
         }
         for block in blocks
     ]
@@ -194,10 +195,9 @@ def rebuild_blocks(described: Sequence[Mapping[str, Any]]) -> list[Block]:
     for entry in described:
         kinds = {kind: getattr(torch, dtype) for kind, dtype in entry["kinds"].items()}
         slots = tuple(
-            Slot(name, tuple(shape), tuple(stride), start, torch.Size(shape).numel())
-            for name, shape, stride, start in entry["slots"]
+            Slot(name, tuple(shape), tuple(stride), start, torch.Size(shape).numel(), offset)
+            for name, shape, stride, start, offset in entry["slots"]
         )
-        blocks.append(
-            Block(entry["name"], slots, kinds, kinds["master"], entry["whole"], tuple(entry.get("users", ())))
-        )
+        users, whole, length = tuple(entry["users"]), entry["whole"], entry["length"]
+        blocks.append(Block(entry["name"], slots, kinds, kinds["master"], whole, users, length))
     return blocks

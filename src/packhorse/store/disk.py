@@ -1,6 +1,7 @@
 """The store on disk. It is the checkpoint: whatever dies, the last committed step is there, whole.
 
 manifest.json         the last committed step: which slot of each block is current, checksums, the run's own facts
+previous.json         the one before, which a store that ranks share may have to go back to
 small-N.safetensors   what is too small for blocks: written buffers, scalar optimizer states
 blocks-N/header.json  what is stored: model, optimizer, tensors, blocks; written once
 blocks-N/KIND.bin     the blocks, in two slots each, or with one spare for all; `gradient.bin` lives within a step
@@ -36,7 +37,7 @@ from packhorse.store.relayout import copy_blocks, find_difference
 from packhorse.store.store import Link, Store
 from packhorse.units import format_bytes
 
-FORMAT = 3
+FORMAT = 4
 PIECE = 4 << 20  # bytes of one I/O operation: large enough for full speed, small enough to let urgent ones pass
 THREADS = 2  # enough for full speed with pieces of that size
 
@@ -57,6 +58,7 @@ class DiskStore(Store):
     """
 
     on_disk = True
+    keeps_previous = False  # the manifest before the last
 
     def __init__(
         self,
@@ -149,6 +151,16 @@ class DiskStore(Store):
     def find_unfinished(self) -> Journal | None:
         manifest = self.read_manifest()
         return self.journal if manifest is not None and self.journal.read(self._base) else None
+
+    def find_steps(self) -> list[int]:
+        """Those that can be continued from: the last committed, and the one before if it is kept."""
+        found = [self.path / name for name in ("manifest.json", "previous.json")]
+        return [int(unseal(path)["facts"]["step"]) for path in found if path.exists()]
+
+    def go_back(self) -> None:
+        """To the commit before the last, nothing having been written since that."""
+        content = (self.path / "previous.json").read_bytes()
+        replace_small(self.system, self.path / "manifest.json", content, sync=self._syncs)
 
     def has_room(self, nbytes: int) -> bool:
         """For so many bytes more; the directory need not be there yet."""
@@ -401,6 +413,8 @@ class DiskStore(Store):
         """Replacing the file is the commit, even if what comes after it fails."""
         manifest, path = {**manifest, **changes}, self.path / "manifest.json"
         content = seal(manifest)
+        if self.keeps_previous and path.exists():
+            replace_small(self.system, self.path / "previous.json", path.read_bytes(), sync=self._syncs)
         try:
             replace_small(self.system, path, content, sync=self._syncs)
         except StoreError:

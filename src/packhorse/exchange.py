@@ -5,11 +5,12 @@ In: an executor, the world, this rank's links. Out: handlers by kind of action, 
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from packhorse.execute import Executor, Task
 from packhorse.gradient import Gradient
 from packhorse.memory import Pool
 from packhorse.ranks.links import Links, Tie
@@ -22,20 +23,18 @@ from packhorse.schedule import Action
 from packhorse.store import MASTER, Block
 from packhorse.store.lane import ORDINARY, URGENT, Lane
 
-if TYPE_CHECKING:
-    from packhorse.execute import Executor, Task
-
 
 class Exchange:
     """Of one executor. What it starts is waited for where it is used."""
 
-    def __init__(self, executor: "Executor", world: World, links: Links, pool: Pool):
+    def __init__(self, executor: Executor, world: World, links: Links, pool: Pool):
         self.executor, self.world, self.links = executor, world, links
         self.post = Post(world, executor.device)
         self.gathering = Gathering(world, executor.store, pool) if executor.layout.shards else None
         self._waiting = Lane("packhorse-post", 1)  # for what no future tells of: it comes in the order of the lists
         self._summing = Lane("packhorse-sums", 1)  # in order, as they are made
         self._losses: Work | None = None
+        self._commits: Work | None = None
         self.momenta = find_momenta(links.partition.graph) if world.ranks.data > 1 else {}
         self.handlers: dict[str, Any] = {
             "RECV": self._receive,
@@ -50,6 +49,17 @@ class Exchange:
             "HEAR": self._hear,
         }
 
+    def finish(self) -> None:
+        self.post.finish()
+
+    def tell_commit(self) -> None:
+        self._commits = self.world.tell_commit()
+
+    def await_commits(self) -> None:
+        if self._commits is not None:
+            self._commits.wait()
+            self._commits = None
+
     def close(self) -> None:
         self._waiting.close()
         self._summing.close()
@@ -58,13 +68,13 @@ class Exchange:
 
     # -- values and their gradients
 
-    def _traffic(self, task: "Task", action: Action, sends: bool, backward: bool) -> tuple[Traffic, list[int], int]:
+    def _traffic(self, task: Task, action: Action, sends: bool, backward: bool) -> tuple[Traffic, list[int], int]:
         traffic, s = task.program.traffic, action.segment
         assert traffic is not None and s is not None and action.microbatch is not None
         find = traffic.sent_by if sends else traffic.received_by
         return traffic, find(s, backward=backward), action.microbatch
 
-    def _receive(self, task: "Task", action: Action) -> None:
+    def _receive(self, task: Task, action: Action) -> None:
         traffic, numbers, k = self._traffic(task, action, sends=False, backward=False)
         for number in numbers:
             incoming = self.post.receive(traffic, number, k, task.microbatches[k].rows)
@@ -72,7 +82,7 @@ class Exchange:
             if not self.executor.overlap:
                 incoming.open()
 
-    def _send(self, task: "Task", action: Action) -> None:
+    def _send(self, task: Task, action: Action) -> None:
         traffic, numbers, k = self._traffic(task, action, sends=True, backward=False)
         values, remaining = task.values[k], task.remaining[k]
         for number in numbers:
@@ -83,7 +93,7 @@ class Exchange:
                 if remaining[name] == 0:
                     values.pop(name)
 
-    def _receive_gradients(self, task: "Task", action: Action) -> None:
+    def _receive_gradients(self, task: Task, action: Action) -> None:
         traffic, numbers, k = self._traffic(task, action, sends=False, backward=True)
         for number in numbers:
             incoming = self.post.receive(traffic, number, k, task.microbatches[k].rows)
@@ -91,7 +101,7 @@ class Exchange:
             if not self.executor.overlap:
                 incoming.open()
 
-    def _send_gradients(self, task: "Task", action: Action) -> None:
+    def _send_gradients(self, task: Task, action: Action) -> None:
         traffic, numbers, k = self._traffic(task, action, sends=True, backward=True)
         for number in numbers:
             names = traffic.messages[number].names
@@ -100,7 +110,7 @@ class Exchange:
 
     # -- losses
 
-    def _tell_losses(self, task: "Task", action: Action) -> None:
+    def _tell_losses(self, task: Task, action: Action) -> None:
         """Of what only the last stage knows, the others have zeros."""
         total = torch.zeros(())
         for microbatch, results in zip(task.microbatches, task.results, strict=True):
@@ -116,7 +126,7 @@ class Exchange:
 
     # -- gradients over replicas
 
-    def _reduce(self, task: "Task", action: Action) -> None:
+    def _reduce(self, task: Task, action: Action) -> None:
         for block in self.executor.layout.blocks:
             gradient = task.sums.get((block.name, _segment(action)))
             if gradient is None:
@@ -131,7 +141,7 @@ class Exchange:
             if not self.executor.overlap:
                 gradient.wait()
 
-    def join_norms(self, task: "Task") -> None:
+    def join_norms(self, task: Task) -> None:
         """The norms of all ranks' gradients, for all: of replicas, which have the same, the first tells, or each its part's."""
         names = list(task.program.partition.graph.parameters)
         in_parts = bool(self.executor.layout.shards)
@@ -144,7 +154,7 @@ class Exchange:
         norms = found[0].sqrt() if in_parts else found[0]
         task.norms = {name: norms[i] for i, name in enumerate(names) if found[1, i]}
 
-    def join_statistics(self, task: "Task", before: Mapping[str, Tensor]) -> None:
+    def join_statistics(self, task: Task, before: Mapping[str, Tensor]) -> None:
         """Running statistics as if all microbatches of all replicas had passed here, in order."""
         names = [name for name in task.buffers if name in self.momenta]
         if not names:
@@ -165,7 +175,7 @@ class Exchange:
     def _block(self, tie: Tie) -> Block:
         return self.executor.layout.places[tie.parameter][0]
 
-    def _pass(self, task: "Task", action: Action) -> None:
+    def _pass(self, task: Task, action: Action) -> None:
         for tie in self.links.passes[_segment(action)]:
             block = self._block(tie)
             gradient = self.executor.hand_over(task, _segment(action), block)
@@ -184,7 +194,7 @@ class Exchange:
         self.post.send_flat(total.join().clone(), tie.place, 2 * tie.number, backward=True)
         total.let_go()
 
-    def _take(self, task: "Task", action: Action) -> None:
+    def _take(self, task: Task, action: Action) -> None:
         for tie in self.links.takes[_segment(action)]:
             block = self._block(tie)
             gradient = Gradient(block, _segment(action), self.executor.device)
@@ -193,7 +203,7 @@ class Exchange:
             park = partial(self.executor.updater.park, gradient, None, check=False)
             self.executor.submit([block.name], [], park, URGENT, after=self._waiting.submit(work.wait))
 
-    def _tell(self, task: "Task", action: Action) -> None:
+    def _tell(self, task: Task, action: Action) -> None:
         for tie in self.links.tells[_segment(action)]:
             block = self._block(tie)
             self.executor.submit_after(block.name, partial(self._send_block, block, tie))
@@ -204,7 +214,7 @@ class Exchange:
         loan.give_back()
         self.post.send_flat(flat, tie.place, 2 * tie.number + 1, backward=False)
 
-    def _hear(self, task: "Task", action: Action) -> None:
+    def _hear(self, task: Task, action: Action) -> None:
         for tie in self.links.hears[_segment(action)]:
             block = self._block(tie)
             flat = torch.empty(block.numel, dtype=block.kinds[MASTER])

@@ -1,0 +1,81 @@
+"""A rank dies: all end, and go on together from the last step that all of them have."""
+
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import packhorse as ph
+import toys
+from launch import run_ranks
+
+STEPS = 4
+
+
+def train(store: Path, ranks: ph.Ranks, strategy: str, die_at: int | None = None) -> dict[str, Any]:
+    """Goes on to the last step, or dies before the so-manieth action."""
+    torch.manual_seed(0)
+    model, make_batch, loss = toys.zoo("gpt")
+    torch.manual_seed(1)
+    batches = [make_batch(8) for _ in range(STEPS)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with ph.Trainer(
+        model,
+        optimizer,
+        batches[0],
+        loss=loss,
+        strategy=strategy,  # type: ignore[arg-type]  # it checks
+        microbatches=4,
+        store=store,
+        resume=True,
+        ranks=ranks,
+    ) as trainer:
+        if die_at is not None:
+            _die_at(trainer, die_at)
+        while trainer.steps < STEPS:
+            trainer.step(batches[trainer.steps])
+        return dict(trainer.state_dict())
+
+
+def _die_at(trainer: ph.Trainer, count: int) -> None:
+    handlers, seen = trainer._executor.handlers, 0
+
+    def counted(handler: Any) -> Any:
+        def run(task: Any, action: Any) -> None:
+            nonlocal seen
+            seen += 1
+            if seen == count:
+                os.kill(os.getpid(), signal.SIGKILL)
+            handler(task, action)
+
+        return run
+
+    trainer._executor.handlers = {kind: counted(handler) for kind, handler in handlers.items()}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy"),
+    [(ph.Ranks(data=2), "relay"), (ph.Ranks(pipeline=2), "pipeline")],
+    ids=["relay", "pipeline"],
+)
+def test_a_rank_that_is_killed_ends_all_and_all_go_on(ranks: ph.Ranks, strategy: str, tmp_path: Path) -> None:
+    expected = run_ranks(2, lambda rank: train(tmp_path / "whole", ranks, strategy))
+    chance = random.Random(0)
+    for i in range(3):
+        store, victim, moment = tmp_path / str(i), chance.randrange(2), chance.randrange(1, 90)
+        found = run_ranks(
+            2,
+            lambda rank, store=store, victim=victim, moment=moment: train(
+                store, ranks, strategy, moment if rank == victim else None
+            ),
+            expect_failure=True,
+        )
+        assert found[victim] == "ended without a word"
+        assert "another rank has ended or is stuck" in found[1 - victim] or isinstance(found[1 - victim], dict)
+        for values in run_ranks(2, lambda rank, store=store: train(store, ranks, strategy)):
+            for name, value in expected[0].items():
+                assert torch.equal(values[name], value), f"{name} after a kill of {victim} at {moment}"
