@@ -16,13 +16,15 @@ from launch import run_ranks
 STEPS = 4
 
 
-def train(store: Path, ranks: ph.Ranks, strategy: str, die_at: int | None = None) -> dict[str, Any]:
+def train(
+    store: Path, ranks: ph.Ranks | None, strategy: str, die_at: int | None = None, steps: int = STEPS
+) -> dict[str, Any]:
     """Goes on to the last step, or dies before the so-manieth action."""
     torch.manual_seed(0)
     model, make_batch, loss = toys.zoo("gpt")
     torch.manual_seed(1)
     batches = [make_batch(8) for _ in range(STEPS)]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-1, momentum=0.9)
     with ph.Trainer(
         model,
         optimizer,
@@ -36,7 +38,7 @@ def train(store: Path, ranks: ph.Ranks, strategy: str, die_at: int | None = None
     ) as trainer:
         if die_at is not None:
             _die_at(trainer, die_at)
-        while trainer.steps < STEPS:
+        while trainer.steps < steps:
             trainer.step(batches[trainer.steps])
         return dict(trainer.state_dict())
 
@@ -79,3 +81,26 @@ def test_a_rank_that_is_killed_ends_all_and_all_go_on(ranks: ph.Ranks, strategy:
         for values in run_ranks(2, lambda rank, store=store: train(store, ranks, strategy)):
             for name, value in expected[0].items():
                 assert torch.equal(values[name], value), f"{name} after a kill of {victim} at {moment}"
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [(ph.Ranks(data=4), "relay"), (ph.Ranks(data=2), "relay"), (None, "relay")],
+        [(None, "relay"), (ph.Ranks(pipeline=2), "pipeline"), (ph.Ranks(data=2), "resident")],
+    ],
+    ids=["4 parts, 2, 1", "1, a pipeline, replicas"],
+)
+def test_other_ranks_go_on(runs: list[tuple[ph.Ranks | None, str]], tmp_path: Path) -> None:
+    """Each takes another step of the same run."""
+    expected = train(tmp_path / "whole", None, "relay", steps=len(runs))
+    for step, (ranks, strategy) in enumerate(runs, 1):
+
+        def work(rank: int, ranks: Any = ranks, strategy: str = strategy, step: int = step) -> Any:
+            return train(tmp_path / "store", ranks, strategy, steps=step)
+
+        found = work(0) if ranks is None else run_ranks(ranks.size, work)[0]
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+    left = {path.name for path in (tmp_path / "store").iterdir()}
+    assert not any("x" in name for name in left) or "manifest.json" not in left

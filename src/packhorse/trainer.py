@@ -46,6 +46,7 @@ from packhorse.state import ModelState, StateDict
 from packhorse.store import DiskStore, Journal, RamStore, Stash, Store
 from packhorse.store.disk import Durability, check_durability
 from packhorse.store.encode import decode, encode
+from packhorse.store.runs import find_earlier, name_of
 from packhorse.update import Updater
 from packhorse.weights import read_files, read_model
 
@@ -116,8 +117,12 @@ class Trainer:
         self._pool = Pool(self._ledger)
         self._device = find_device(device, self._pool)
         self._stepper = Stepper(optimizer, model)
-        if self._world is not None and isinstance(store, (str, Path)):
-            store = Path(store) / f"rank{self._world.rank}"  # each has its own
+        self._directory, self._run_name = store if isinstance(store, (str, Path)) else None, ""
+        if self._world is not None:
+            ranks = _choose_ranks(self._world, ranks, strategy)
+            self._run_name = name_of(ranks.data, ranks.pipeline, in_parts=strategy == "relay")
+            if self._directory is not None:
+                store = Path(self._directory) / self._run_name / f"rank{self._world.rank}"  # each has its own
         self._store: Store = _choose_store(store, durability)
         try:
             self._prepare(example, wish, plan, memory, resume, weights, overlap, ranks)
@@ -157,7 +162,6 @@ class Trainer:
             self._finish(journal, means)
         if plan is not None:
             wish = wish.pinned_to(read_plan(plan, graph))
-            ranks = ranks or wish.ranks
         wish = self._arrange(graph, wish, ranks)
         self._build(means, wish, versions, resume, weights)
         self._state.hand_over(self.model)
@@ -186,8 +190,7 @@ class Trainer:
                     "strategy='pipeline' needs several processes: start the script with torchrun --nproc-per-node=2 or more"
                 )
             return wish
-        if ranks is None:
-            ranks = Ranks(pipeline=self._world.size) if wish.strategy == "pipeline" else Ranks(data=self._world.size)
+        assert ranks is not None, "chosen at the beginning"
         self._world.arrange(ranks)
         if ranks.pipeline > 1:
             self._stage_cuts = cut_into_stages(graph, ranks)
@@ -638,6 +641,8 @@ class Trainer:
                 _go_back_to_common(self._world, store)
         manifest = store.read_manifest()
         header = state.describe(self.model, self.optimizer)
+        if resume and isinstance(store, DiskStore) and self._continue_others(store, manifest, header):
+            return
         if manifest is not None and not resume:
             raise StoreError(
                 f"the store holds a run at step {manifest['facts']['step']}; pass resume=True to continue it, or choose "
@@ -656,6 +661,25 @@ class Trainer:
         self.optimizer.state.clear()
         if store.is_laid_out_anew:  # states of what is not updated any more are gone: so say the small tensors now
             store.commit(manifest["facts"], state.small_tensors())
+
+    def _continue_others(self, store: DiskStore, manifest: Mapping[str, Any] | None, header: Mapping[str, Any]) -> bool:
+        """Takes over a run that another number of ranks has left farther than these have."""
+        earlier = find_earlier(Path(self._directory), self._run_name) if self._directory is not None else None
+        own = -1 if manifest is None else manifest["facts"]["step"]
+        if self._world is not None:  # all, or none
+            own = max(self._world.gather_objects(own))
+        if earlier is None or earlier.step <= own:
+            return False
+        self._state.load_small(store.continue_from(earlier, self._layout.blocks, self._pool, header))
+        self._load_facts(earlier.facts)
+        self.optimizer.state.clear()
+        store.commit(earlier.facts, self._state.small_tensors())
+        if self._world is not None:
+            self._world.gather_objects(None)  # all have what they need
+        if self._world is None or self._world.rank == 0:
+            earlier.remove()
+        logger.info("step %d of a run of %d ranks is continued", self.steps, len(earlier.ranks))
+        return True
 
     def _load_facts(self, facts: Mapping[str, Any]) -> None:
         """Step, seed, hyper-parameters, schedule and position, as the last commit left them."""
@@ -770,6 +794,14 @@ def _go_back_to_common(world: World, store: DiskStore) -> None:
         )
     if own and own[0] != max(common):
         store.go_back()
+
+
+def _choose_ranks(world: World, ranks: Ranks | None, strategy: str) -> Ranks:
+    """As asked; else a pipeline if that is asked for, or replicas."""
+    if ranks is not None:
+        ranks.check_size(world.size)
+        return ranks
+    return Ranks(pipeline=world.size) if strategy == "pipeline" else Ranks(data=world.size)
 
 
 def _capture_once(world: World, make: Callable[[], Graph]) -> Graph:

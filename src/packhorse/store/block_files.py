@@ -181,7 +181,9 @@ def describe_blocks(blocks: Sequence[Block]) -> list[Any]:
         {
             "name": block.name,
             "kinds": {k: str(dtype).removeprefix("torch.") for k, dtype in block.kinds.items() if k != GRADIENT},
-            "slots": [[slot.name, list(slot.shape), list(slot.stride), slot.start, slot.offset] for slot in block.slots],
+            "slots": [
+                [slot.name, list(slot.shape), list(slot.stride), slot.start, slot.offset] for slot in block.slots
+            ],
             "whole": block.whole,
             "users": list(block.users),
             "length": block.length,

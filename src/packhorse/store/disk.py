@@ -34,6 +34,7 @@ from packhorse.store.journal import Journal
 from packhorse.store.lane import Lane
 from packhorse.store.places import make_places
 from packhorse.store.relayout import copy_blocks, find_difference
+from packhorse.store.runs import MANIFESTS, Earlier
 from packhorse.store.store import Link, Store
 from packhorse.units import format_bytes
 
@@ -154,7 +155,7 @@ class DiskStore(Store):
 
     def find_steps(self) -> list[int]:
         """Those that can be continued from: the last committed, and the one before if it is kept."""
-        found = [self.path / name for name in ("manifest.json", "previous.json")]
+        found = [self.path / name for name in MANIFESTS]
         return [int(unseal(path)["facts"]["step"]) for path in found if path.exists()]
 
     def go_back(self) -> None:
@@ -233,6 +234,24 @@ class DiskStore(Store):
             self._write_manifest(self._committed, open=True)
         self._count()
 
+    def continue_from(
+        self, earlier: Earlier, blocks: Sequence[Block], pool: Pool, header: Mapping[str, Any]
+    ) -> dict[str, Tensor]:
+        """Takes over the run of other ranks than these, and returns its small tensors. The caller commits."""
+        difference = find_difference(earlier.header, header)
+        if difference:
+            raise StoreError(f"{earlier.directory} belongs to another model or optimizer: {difference}")
+        for name in MANIFESTS:  # what there was here is older
+            (self.path / name).unlink(missing_ok=True)
+        self.create(blocks, pool, header)
+        old = earlier.open_files()
+        try:
+            copy_blocks(old, self.files, pool)
+        finally:
+            for files in old:
+                files.close()
+        return earlier.read_small()
+
     def _count(self) -> None:
         nbytes = sum(self.files.sizes.values())
         self._pool.ledger.add("disk", "store", nbytes - self._counted)
@@ -243,7 +262,7 @@ class DiskStore(Store):
         old, manifest = self.files, dict(self._committed or {})
         number = int(old.path.name.rpartition("-")[2]) + 1
         new = self._make_files(f"blocks-{number}", blocks, header)
-        copy_blocks(old, new, self._pool)
+        copy_blocks([old], new, self._pool)
         if self._syncs:
             new.sync()
         self._files = new

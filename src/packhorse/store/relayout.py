@@ -3,7 +3,7 @@
 In: the files as they are, and others, empty. Out: everything the first hold, in the second, a unit at a time.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,10 +11,11 @@ from torch import Tensor
 from packhorse.errors import StoreError
 from packhorse.memory import Pool
 from packhorse.store.block_files import BlockFiles
-from packhorse.store.blocks import GRADIENT, MASTER, Block
+from packhorse.store.blocks import GRADIENT, MASTER, Block, Slot
 
 
-def copy_blocks(old: BlockFiles, new: BlockFiles, pool: Pool) -> None:
+def copy_blocks(old: Sequence[BlockFiles], new: BlockFiles, pool: Pool) -> None:
+    """`old` may be several, each with some tensors, or with pieces of them."""
     for block in new.blocks.values():
         for kind, dtype in block.kinds.items():
             if kind == GRADIENT:
@@ -28,27 +29,43 @@ def copy_blocks(old: BlockFiles, new: BlockFiles, pool: Pool) -> None:
         new.publish(block)
 
 
-def _gather(old: BlockFiles, block: Block, kind: str, start: int, stop: int, target: Tensor) -> bool:
+def _gather(old: Sequence[BlockFiles], block: Block, kind: str, start: int, stop: int, target: Tensor) -> bool:
     """Fills a unit with what the old files hold of its tensors; false if they hold nothing."""
-    known = False
+    known = not block.slots and kind == MASTER  # a part without tensors is written all the same
     for slot in block.slots:
         a, b = max(slot.start, start), min(slot.stop, stop)
         if a >= b:
             continue
-        source, place = old.find(slot.name)
-        if len(source.kinds) == 1 and kind != MASTER:
-            continue  # not updated so far: its states begin now
-        if kind not in source.kinds:
-            raise StoreError(
-                f"{old.path.parent} has no optimizer state {kind!r} of {slot.name}; it was made with other options"
-            )
-        if all(s is None for s in old.sums[source.name, kind]) and old.checked:
-            continue  # never written: a state before the first step
-        if place.stride != slot.stride:
-            raise StoreError(f"{slot.name} lies in {old.path.parent} in another order of dimensions")
-        target[a - start : b - start] = old.read_elements(slot.name, kind, a - slot.start, b - slot.start)
-        known = True
+        at = slot.offset - slot.start  # from elements of the block to those of the tensor
+        for files in old:
+            held = _find(files, slot, kind)
+            if held is None:
+                continue
+            first, last = max(a + at, held.offset), min(b + at, held.offset + held.numel)
+            if first < last:
+                piece = files.read_elements(slot.name, kind, first - held.offset, last - held.offset)
+                target[first - at - start : last - at - start] = piece
+                known = True
     return known
+
+
+def _find(files: BlockFiles, wanted: Slot, kind: str) -> Slot | None:
+    """What files hold of a tensor in one kind; None if nothing."""
+    try:
+        source, held = files.find(wanted.name)
+    except StopIteration:
+        return None
+    if len(source.kinds) == 1 and kind != MASTER:
+        return None  # not updated so far, or by another rank: its states begin now, or are there
+    if kind not in source.kinds:
+        raise StoreError(
+            f"{files.path.parent} has no optimizer state {kind!r} of {wanted.name}; it was made with other options"
+        )
+    if all(s is None for s in files.sums[source.name, kind]) and files.checked:
+        return None  # never written: a state before the first step
+    if held.shape == wanted.shape and held.stride != wanted.stride:
+        raise StoreError(f"{wanted.name} lies in {files.path.parent} in another order of dimensions")
+    return held
 
 
 def find_difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
