@@ -3,6 +3,8 @@
 import os
 import random
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +106,26 @@ def test_other_ranks_go_on(runs: list[tuple[ph.Ranks | None, str]], tmp_path: Pa
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
     left = {path.name for path in (tmp_path / "store").iterdir()}
     assert not any("x" in name for name in left) or "manifest.json" not in left
+
+
+def test_torchrun_starts_them_again(tmp_path: Path) -> None:
+    """The same script, whose second rank is killed once, ends with the numbers of an undisturbed run."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"""
+import os, sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+from pathlib import Path
+import torch, packhorse as ph, test_rank_faults
+torch.set_num_threads(1)
+dies = os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+values = test_rank_faults.train(Path({str(tmp_path / "store")!r}), None, "relay", 60 if dies else None)
+if os.environ["RANK"] == "0":
+    torch.save(values, {str(tmp_path / "values.pt")!r})
+"""
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    done = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    expected = run_ranks(2, lambda rank: train(tmp_path / "whole", ph.Ranks(data=2), "relay"))[0]
+    for name, value in torch.load(tmp_path / "values.pt").items():
+        assert torch.equal(value, expected[name]), name

@@ -218,7 +218,12 @@ def find_world() -> World | None:
         if accelerator is not None:
             torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
         backend = dist.get_default_backend_for_device(accelerator) if accelerator else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=patience))
+        wait = timedelta(seconds=patience)
+        store, rank, size = next(iter(dist.rendezvous("env://", timeout=wait)))
+        # The store outlives a restart, and with it the addresses of those who died: each attempt has keys of its own.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"packhorse/attempt_{attempt}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)
         atexit.register(_leave)
     _world = World(patience)
     return _world
