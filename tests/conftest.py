@@ -3,10 +3,11 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import crash
 import packhorse.trainer
@@ -30,6 +31,26 @@ def _blank_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
         return make_blank(like, device).fill_(torch.nan)
 
     monkeypatch.setattr(hollow, "make_blank", make_nan)
+
+
+@pytest.fixture(scope="module")
+def graphs_are_shared() -> Iterator[None]:
+    """Tests of the same model share its graph: capture is tested elsewhere, and takes most of the time."""
+    known: dict[Any, Any] = {}
+    original = packhorse.trainer.capture
+
+    def capture(model: nn.Module, example: Any, loss: Any, **options: Any) -> Any:
+        shapes = tuple((n, tuple(p.shape), p.requires_grad) for n, p in model.named_parameters())
+        sizes = tuple(t.shape for t in torch.utils._pytree.tree_leaves(example))
+        key = (type(model), shapes, sizes, repr(model), tuple(sorted(options.items())))
+        if key not in known:
+            known[key] = original(model, example, loss, **options)
+        return known[key]
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(packhorse.trainer, "capture", capture)
+    yield
+    patch.undo()
 
 
 # -- the small run that dies and goes on (crash.py)

@@ -19,6 +19,8 @@ from packhorse.device import Accelerator, CpuDevice, Transfer, find_device
 from packhorse.memory import Ledger, Pool, make_like, map_bytes
 from toys import zoo
 
+pytestmark = pytest.mark.usefixtures("graphs_are_shared")
+
 
 def spoil(tensor: Tensor) -> None:
     tensor.detach().view(torch.uint8).fill_(0xFF)  # NaN in every floating-point type

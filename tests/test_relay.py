@@ -17,24 +17,7 @@ from toys import ZOO, zoo
 STEPS = 5
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _capture_once() -> Any:
-    """Tests of the same model share its graph: capture is tested elsewhere, and takes most of the time."""
-    known: dict[Any, ph.Graph] = {}
-    original = packhorse.trainer.capture
-
-    def capture(model: nn.Module, example: Any, loss: Any, **options: Any) -> ph.Graph:
-        shapes = tuple((n, tuple(p.shape), p.requires_grad) for n, p in model.named_parameters())
-        sizes = tuple(t.shape for t in torch.utils._pytree.tree_leaves(example))
-        key = (type(model), shapes, sizes, repr(model), tuple(sorted(options.items())))
-        if key not in known:
-            known[key] = original(model, example, loss, **options)
-        return known[key]
-
-    patch = pytest.MonkeyPatch()
-    patch.setattr(packhorse.trainer, "capture", capture)
-    yield
-    patch.undo()
+pytestmark = pytest.mark.usefixtures("graphs_are_shared")
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
