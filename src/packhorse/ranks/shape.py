@@ -5,7 +5,7 @@ from typing import Literal, get_args
 
 from packhorse.errors import RanksError
 
-Order = Literal["1f1b", "interleaved", "zero-bubble"]
+Order = Literal["1f1b", "interleaved"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Ranks:
             raise RanksError(f"ranks.order is {self.order!r}, expected one of {', '.join(get_args(Order))}")
         if (self.order == "interleaved") != (self.chunks > 1):
             raise RanksError(
-                f"ranks.order is {self.order!r} with {self.chunks} chunks; interleaved takes at least 2, the others 1"
+                f"ranks.order is {self.order!r} with {self.chunks} chunks; interleaved takes at least 2, 1f1b takes 1"
             )
 
     @property
