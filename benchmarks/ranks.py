@@ -1,6 +1,6 @@
 """Several ranks on slow links, one core each: what hides behind compute, beside the serial order and beside torch's own.
 
-    python benchmarks/ranks.py data       # two replicas of AlexNet, VGG16, ResNet50, at links where communication is a share of a step
+    python benchmarks/ranks.py data       # two replicas of AlexNet, VGG16, ResNet50; links where messages are a share of a step
 
 Ranks run in network namespaces of their own (shaped.py; as root). All contenders live in the same processes and take turns.
 """

@@ -3,7 +3,7 @@
     with shaped(2, mbit=200) as places:
         subprocess.Popen(places[0].command([...]))
 
-Needs root, `ip` and `tc`. Every namespace hangs on a bridge by a link of that rate, shaped in both directions by a token bucket.
+Needs root, `ip` and `tc`. Every namespace hangs on a bridge by a link of that rate, a token bucket at each of its ends.
 """
 
 import contextlib
