@@ -20,7 +20,12 @@ pytestmark = pytest.mark.usefixtures("graphs_are_shared")
 
 
 def train(
-    store: Path, ranks: ph.Ranks | None, strategy: str, die_at: int | None = None, steps: int = STEPS
+    store: Path,
+    ranks: ph.Ranks | None,
+    strategy: str,
+    die_at: int | None = None,
+    steps: int = STEPS,
+    resume: bool = True,
 ) -> dict[str, Any]:
     """Goes on to the last step, or dies before the so-manieth action."""
     torch.manual_seed(0)
@@ -36,7 +41,7 @@ def train(
         strategy=strategy,  # type: ignore[arg-type]  # it checks
         microbatches=4,
         store=store,
-        resume=True,
+        resume=resume,
         ranks=ranks,
     ) as trainer:
         if die_at is not None:
@@ -107,6 +112,12 @@ def test_other_ranks_go_on(runs: list[tuple[ph.Ranks | None, str]], tmp_path: Pa
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
     left = {path.name for path in (tmp_path / "store").iterdir()}
     assert not any("x" in name for name in left) or "manifest.json" not in left
+
+
+def test_the_run_of_other_ranks_is_not_begun_beside(tmp_path: Path) -> None:
+    run_ranks(2, lambda rank: train(tmp_path, ph.Ranks(data=2), "relay", steps=1))
+    with pytest.raises(ph.StoreError, match="holds a run of 2 ranks at step 1; pass resume=True"):
+        train(tmp_path, None, "relay", resume=False)
 
 
 def test_torchrun_starts_them_again(tmp_path: Path) -> None:

@@ -37,9 +37,9 @@ class Exchange:
         self._commits: Work | None = None
         self.momenta = find_momenta(links.partition.graph) if world.ranks.data > 1 else {}
         self.handlers: dict[str, Any] = {
-            "RECV": self._receive,
+            "RECV": partial(self._receive, False),
             "SEND": self._send,
-            "RECVG": self._receive_gradients,
+            "RECVG": partial(self._receive, True),
             "SENDG": self._send_gradients,
             "LOSS": self._tell_losses,
             "REDUCE": self._reduce,
@@ -74,11 +74,11 @@ class Exchange:
         find = traffic.sent_by if sends else traffic.received_by
         return traffic, find(s, backward=backward), action.microbatch
 
-    def _receive(self, task: Task, action: Action) -> None:
-        traffic, numbers, k = self._traffic(task, action, sends=False, backward=False)
+    def _receive(self, backward: bool, task: Task, action: Action) -> None:
+        traffic, numbers, k = self._traffic(task, action, sends=False, backward=backward)
         for number in numbers:
             incoming = self.post.receive(traffic, number, k, task.microbatches[k].rows)
-            task.values[k].update(incoming.letters())
+            (task.gradients if backward else task.values)[k].update(incoming.letters())
             if not self.executor.overlap:
                 incoming.open()
 
@@ -92,14 +92,6 @@ class Exchange:
                 remaining[name] -= 1
                 if remaining[name] == 0:
                     values.pop(name)
-
-    def _receive_gradients(self, task: Task, action: Action) -> None:
-        traffic, numbers, k = self._traffic(task, action, sends=False, backward=True)
-        for number in numbers:
-            incoming = self.post.receive(traffic, number, k, task.microbatches[k].rows)
-            task.gradients[k].update(incoming.letters())
-            if not self.executor.overlap:
-                incoming.open()
 
     def _send_gradients(self, task: Task, action: Action) -> None:
         traffic, numbers, k = self._traffic(task, action, sends=True, backward=True)

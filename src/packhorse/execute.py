@@ -272,21 +272,26 @@ class Executor:
         In the thread of updates: those who wait for the last write would else wait for the commit too.
         """
         self._await_commit()
-        done: Future[Any] = Future()
-
-        def begin(written: "Future[Any]") -> None:
-            if written.exception() is not None:
-                done.set_exception(written.exception())
-            else:
-                self.worker.submit(commit_and_tell, priority=URGENT).add_done_callback(partial(pass_on, done))
 
         def commit_and_tell() -> None:
             commit()
             if self.others is not None:
                 self.others.tell_commit()
 
-        gather(self._under_way(), lambda: None).add_done_callback(begin)
-        self.pending[COMMIT] = done
+        self.pending[COMMIT] = self._work_after(self._under_way(), commit_and_tell)
+
+    def _work_after(self, futures: "Sequence[Future[Any]]", job: Callable[[], Any]) -> "Future[Any]":
+        """An urgent job for the update thread, begun when all these are done; fails if one of them does."""
+        done: Future[Any] = Future()
+
+        def begin(awaited: "Future[Any]") -> None:
+            if awaited.exception() is not None:
+                done.set_exception(awaited.exception())
+            else:
+                self.worker.submit(job, priority=URGENT).add_done_callback(partial(pass_on, done))
+
+        gather(futures, lambda: None).add_done_callback(begin)
+        return done
 
     def _under_way(self) -> "list[Future[Any]]":
         """All that is; a block may wait for its gradient to be parked before its update."""
@@ -649,16 +654,8 @@ class Executor:
 
     def submit_after(self, block: str, job: Callable[[], None]) -> None:
         """When a block's update is done; if there is none under way, at once."""
-        done: Future[Any] = Future()
-
-        def begin(updated: "Future[Any]") -> None:
-            if updated.exception() is not None:
-                done.set_exception(updated.exception())
-            else:
-                self.worker.submit(job, priority=URGENT).add_done_callback(partial(pass_on, done))
-
-        gather([f for f in [self.pending.get(block)] if f is not None], lambda: None).add_done_callback(begin)
-        self.in_flight.add(done)
+        update = self.pending.get(block)
+        self.in_flight.add(self._work_after([] if update is None else [update], job))
 
     def _check_losses(self, task: Task) -> None:
         for k, results in enumerate(task.results):

@@ -65,7 +65,6 @@ class Plan:
     stash_bytes: int = 0  # how much of the stash stays in host memory; the rest goes to disk
     parks: frozenset[int] = frozenset()
     ranks: Ranks = ALONE
-    owners: tuple[int, ...] = ()  # the places in the pipeline of all segments
     overlap: bool = True  # of movement with compute
     casts: tuple[Cast, ...] = ()
     state_bytes: int = 0  # masters and optimizer states
@@ -208,7 +207,7 @@ class Plan:
             fields = json.loads(text)
             for name in ("kept", "backward", "parks"):
                 fields[name] = frozenset(int(s) for s in fields[name])
-            for name in ("cuts", "reasons", "pinned", "owners"):
+            for name in ("cuts", "reasons", "pinned"):
                 fields[name] = tuple(fields[name])
             fields["casts"] = tuple(Cast(what, getattr(torch, dtype), rule) for what, dtype, rule in fields["casts"])
             fields["estimate"], fields["plain"] = (Estimate(**fields[name]) for name in ("estimate", "plain"))

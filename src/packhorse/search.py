@@ -243,7 +243,6 @@ class _Search:
             parks=case.layout.parks() | (case.links.waits if case.links is not None else frozenset()),
             ranks=case.ranks,
             overlap=wish.overlap,
-            owners=case.links.owners if case.links is not None else (),
             casts=case.casts,
             state_bytes=case.state_bytes,
             kept=wish.kept or frozenset(),

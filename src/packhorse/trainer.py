@@ -46,7 +46,7 @@ from packhorse.state import ModelState, StateDict
 from packhorse.store import DiskStore, Journal, RamStore, Stash, Store
 from packhorse.store.disk import Durability, check_durability
 from packhorse.store.encode import decode, encode
-from packhorse.store.runs import find_earlier, name_of
+from packhorse.store.runs import Earlier, find_earlier, name_of
 from packhorse.update import Updater
 from packhorse.weights import read_files, read_model
 
@@ -641,8 +641,15 @@ class Trainer:
                 _go_back_to_common(self._world, store)
         manifest = store.read_manifest()
         header = state.describe(self.model, self.optimizer)
-        if resume and isinstance(store, DiskStore) and self._continue_others(store, manifest, header):
-            return
+        if isinstance(store, DiskStore) and self._directory is not None:
+            earlier = find_earlier(Path(self._directory), self._run_name)
+            if earlier is not None and not resume:
+                raise StoreError(
+                    f"{earlier.directory} holds a run of {len(earlier.ranks)} ranks at step {earlier.step}; pass resume=True "
+                    "to continue it, or choose another directory"
+                )
+            if earlier is not None and self._continue(earlier, store, manifest, header):
+                return
         if manifest is not None and not resume:
             raise StoreError(
                 f"the store holds a run at step {manifest['facts']['step']}; pass resume=True to continue it, or choose "
@@ -662,13 +669,14 @@ class Trainer:
         if store.is_laid_out_anew:  # states of what is not updated any more are gone: so say the small tensors now
             store.commit(manifest["facts"], state.small_tensors())
 
-    def _continue_others(self, store: DiskStore, manifest: Mapping[str, Any] | None, header: Mapping[str, Any]) -> bool:
-        """Takes over a run that another number of ranks has left farther than these have."""
-        earlier = find_earlier(Path(self._directory), self._run_name) if self._directory is not None else None
+    def _continue(
+        self, earlier: Earlier, store: DiskStore, manifest: Mapping[str, Any] | None, header: Mapping[str, Any]
+    ) -> bool:
+        """Takes over the run of another number of ranks, if that is farther than these have come."""
         own = -1 if manifest is None else manifest["facts"]["step"]
         if self._world is not None:  # all, or none
             own = max(self._world.gather_objects(own))
-        if earlier is None or earlier.step <= own:
+        if earlier.step <= own:
             return False
         self._state.load_small(store.continue_from(earlier, self._layout.blocks, self._pool, header))
         self._load_facts(earlier.facts)

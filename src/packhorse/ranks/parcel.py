@@ -12,7 +12,6 @@ from torch import Tensor
 
 ALIGNMENT = 64  # bytes, as torch aligns what it allocates
 HEADER = 192  # bytes of a tensor: whether it is there, and its strides
-MOST_DIMENSIONS = HEADER // 8 - 1
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ A batch norm does `r = (1 - m) * r + m * b` for each microbatch, so what a rank 
 `f = (1 - m) ** n`. Such steps can be joined in the order of the microbatches: each rank began at the same `r`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -47,12 +47,3 @@ def join(before: Tensor, after: Sequence[Tensor], counts: Sequence[int], momentu
         elif count:
             joined = found + (1.0 - momentum) ** count * (joined - before)
     return joined
-
-
-def join_all(
-    before: Mapping[str, Tensor],
-    after: Sequence[Mapping[str, Tensor]],
-    counts: Sequence[int],
-    momenta: Mapping[str, float | None],
-) -> dict[str, Tensor]:
-    return {name: join(value, [a[name] for a in after], counts, momenta[name]) for name, value in before.items()}

@@ -62,7 +62,7 @@ class World:
         ranks.check_size(self.size)
         self.ranks = ranks
         mesh = dist.init_device_mesh(
-            "cpu" if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator().type,  # type: ignore[union-attr]
+            _find_device_type(),
             (ranks.data, ranks.pipeline),
             mesh_dim_names=("data", "pipeline"),
         )
@@ -227,6 +227,12 @@ def find_world() -> World | None:
         atexit.register(_leave)
     _world = World(patience)
     return _world
+
+
+def _find_device_type() -> str:
+    """Of what the ranks exchange."""
+    accelerator = torch.accelerator.current_accelerator()
+    return "cpu" if accelerator is None or dist.get_backend() == "gloo" else accelerator.type
 
 
 def _leave() -> None:
