@@ -235,12 +235,13 @@ class Heap:
     By default malloc returns every large piece at once, and each step faults the same gigabytes in again, page by page: a
     fifth of the time of a step on two cores. Kept, pieces of many sizes take up to twice the memory. Small pieces are kept
     in any case, and add up over many segments; `tidy`, asked often, gives back what lies idle when memory has grown so much
-    that what comes next would take the process above `ceiling`, the peak that was planned.
+    that what comes next would take the process above `ceiling`, the peak that was planned. `base` is what the process has
+    beside what is counted; None: what it has now.
     """
 
-    def __init__(self, ledger: Ledger, plenty: bool, ceiling: int = 0):
+    def __init__(self, ledger: Ledger, plenty: bool, ceiling: int = 0, base: int | None = None):
         self.ledger, self.plenty, self.ceiling = ledger, plenty, ceiling
-        self._base = self._floor = self._uncounted_bytes()
+        self._base = self._floor = self._uncounted_bytes() if base is None else base
         try:
             libc = ctypes.CDLL(None)
             self._trim: Callable[[int], int] | None = libc.malloc_trim

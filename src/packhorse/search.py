@@ -246,15 +246,19 @@ class _Search:
             casts=case.casts,
             state_bytes=case.state_bytes,
             kept=wish.kept or frozenset(),
-            prefetch_bytes=_two_largest_neighbours(case.weights)
-            if wish.prefetch_bytes is None
-            else wish.prefetch_bytes,
+            prefetch_bytes=self._reach_ahead() if wish.prefetch_bytes is None else wish.prefetch_bytes,
             updates_ahead=(1 if case.ranks.size == 1 else UNLIMITED)
             if wish.updates_ahead is None
             else wish.updates_ahead,
             stash_bytes=(0 if case.on_disk else UNLIMITED) if wish.stash_bytes is None else wish.stash_bytes,
         )
         return self._price(plan)
+
+    def _reach_ahead(self) -> int:
+        """Bytes fetched at a time: a segment and its neighbour, unless fetching is but a cast, by the thread that computes."""
+        case = self.case
+        is_here = self.machine.device == "cpu" and not (case.on_disk or case.is_slowed or case.layout.shards)
+        return 0 if is_here else _two_largest_neighbours(case.weights)
 
     def _price(self, plan: Plan, *, to_the_end: bool = False) -> Plan:
         """With its estimate; if it does not fit, only as far as that shows."""

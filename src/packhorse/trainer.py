@@ -254,7 +254,7 @@ class Trainer:
             KEPT, 0
         )  # half of it is enough: the rest is given back before it counts
         plenty = (means.budget.limit("host") or 0) > 2 * planned
-        heap = Heap(self._ledger, plenty=plenty, ceiling=planned - spare // 2)
+        heap = Heap(self._ledger, plenty=plenty, ceiling=planned - spare // 2, base=means.base_bytes)
         self._state = ModelState(graph, self._layout, self._store, self._ledger, self._world, self._case.links)
         self._updater = Updater(self._store, self._stepper, self._state.small)
         self._open_store(resume, weights)

@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from packhorse.graph.lean import find_kernel
+
 
 @dataclass(frozen=True, slots=True)
 class Spec:
@@ -54,6 +56,7 @@ class CostProbe:
         return self.known[key]
 
     def _run(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> Facts:
+        target = find_kernel(str(target), target)
         operands: list[Tensor] = []
         leaves: list[Tensor] = []
 

@@ -18,6 +18,7 @@ import torch
 
 from packhorse.graph import Graph, Node, Ref, Size
 from packhorse.graph.graph import SIZE_NAMESPACE
+from packhorse.graph.lean import find_kernel
 from packhorse.partition.hollow import Hollow
 
 
@@ -61,7 +62,7 @@ def _resolve(target: str) -> Any:
     found: Any = {"operator": operator, "math": math, "torch": torch}.get(path[0], torch.ops)
     for part in path[1:] if found is not torch.ops else path:
         found = getattr(found, part)
-    return found
+    return find_kernel(target, found)
 
 
 @dataclass
