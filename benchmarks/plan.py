@@ -69,10 +69,11 @@ CASES = [
     Case("mlp-270m", 256, resident(1)),
     Case("mlp-270m", 256, relay(4)),
     Case("mlp-270m", 256, relay(1), on_disk=True),
-    Case("gpt-10m", 8, relay(4), precision="bf16"),
-    Case("gpt-10m", 8, relay(2), on_disk=True, precision="bf16"),
+    Case("gpt-124m", 4, relay(4), precision="bf16"),
+    Case("gpt-124m", 4, relay(2), on_disk=True, precision="bf16"),
+    Case("mlp-270m", 256, resident(2), precision="bf16"),
     Case("mlp-1b", 512, relay(2), on_disk=True),
-    Case("gpt2-xl", 4, relay(4, memory="2GiB"), on_disk=True),
+    Case("gpt2-xl", 4, relay(4, memory="2GiB"), on_disk=True, precision="bf16"),
 ]
 
 
@@ -88,7 +89,6 @@ def make_task(case: Case) -> tuple[Any, Any, Any]:
             sizes = {
                 "gpt-124m": (12, 12, 768, 256, 50257),
                 "gpt-30m": (8, 8, 512, 128, 8192),
-                "gpt-10m": (6, 6, 384, 128, 512),
                 "gpt2-xl": (48, 25, 1600, 512, 50257),
             }
             config: Any = GPTConfig(*sizes[case.model])

@@ -107,8 +107,16 @@ def still(options: argparse.Namespace) -> Any:
         def create(self, blocks: Sequence[Block], ledger: Any, identity: Mapping[str, Any]) -> None:
             pass
 
-        def borrow(self, block: Block, kind: str, start: int = 0, stop: int | None = None, **_: Any) -> Loan:
-            numel, dtype = (block.numel if stop is None else stop) - start, block.kinds[kind]
+        def borrow(
+            self,
+            block: Block,
+            kind: str,
+            start: int = 0,
+            stop: int | None = None,
+            dtype: torch.dtype | None = None,
+            **_: Any,
+        ) -> Loan:
+            numel, dtype = (block.numel if stop is None else stop) - start, dtype or block.kinds[kind]
             if (numel, dtype) not in self.pieces:
                 self.pieces[numel, dtype] = map_bytes(numel * dtype.itemsize).view(dtype)
             return Loan(self.pieces[numel, dtype])
@@ -129,6 +137,7 @@ def still(options: argparse.Namespace) -> Any:
         microbatches=options.microbatches,
         precision=options.precision,
         store=Still(),
+        memory="2GiB",  # as the contender has it, or the list would be another
     )
     executor = trainer._executor
 

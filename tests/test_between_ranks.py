@@ -42,6 +42,45 @@ def test_interleaved_stages_go_round() -> None:
     assert show(second) == "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"
 
 
+def test_gradients_of_parameters_fill_what_would_be_waiting() -> None:
+    first, second, third = schedule.pipeline([[0], [1], [2]], 3, 4, range(3), splits=True)
+    assert show(first) == "0F0 0F1 0F2 0B0 0W0 0B1 0F3 0B2 0W1 0W2 0B3 0W3"
+    assert show(second) == "1F0 1F1 1B0 1F2 1B1 1W0 1B2 1F3 1W1 1W2 1B3 1W3"
+    assert show(third) == "2F0 2B0 2F1 2B1 2F2 2B2 2W0 2W1 2F3 2B3 2W2 2W3"
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (3, 6), (4, 8), (8, 16)])
+def test_split_backwards_leave_less_than_two_thirds_of_the_idle_time(ranks: int, microbatches: int) -> None:
+    stages = [[i] for i in range(ranks)]
+    whole = schedule.pipeline(stages, ranks, microbatches, range(ranks))
+    split = schedule.pipeline(stages, ranks, microbatches, range(ranks), splits=True)
+    busy = 3 * microbatches
+    assert play(split, {"F": 1, "B": 1, "W": 1}) - busy <= 2 / 3 * (play(whole, {"F": 1, "B": 2}) - busy)
+
+
+def play(lists: list[list[Action]], lengths: dict[str, int]) -> int:
+    """How long ranks take that wait for each other, a segment each."""
+    ends: dict[Action, int] = {}
+    now, waiting = [0] * len(lists), [list(actions) for actions in lists]
+    while any(waiting):
+        for rank, queue in enumerate(waiting):
+            while queue and _awaited(queue[0], len(lists)) <= ends.keys():
+                action = queue.pop(0)
+                start = max([now[rank], *(ends[a] for a in _awaited(action, len(lists)))])
+                now[rank] = ends[action] = start + lengths[action.kind]
+    return max(now)
+
+
+def _awaited(action: Action, num_segments: int) -> set[Action]:
+    return _needs(action, range(num_segments), num_segments)
+
+
+def test_groups_go_layer_to_layer_through_a_stage() -> None:
+    first, second = schedule.pipeline([[0, 1], [2]], 2, 4, range(3), group=2)
+    assert show(first) == "0F0 0F1 1F0 1F1 0F2 0F3 1F2 1F3 1B0 1B1 0B0 0B1 1B2 1B3 0B2 0B3"
+    assert show(second) == "2F0 2F1 2B0 2B1 2F2 2F3 2B2 2B3"
+
+
 def test_what_is_frozen_has_no_backward() -> None:
     first, second = schedule.pipeline([[0], [1]], 2, 3, [1])
     assert show(first) == "0F0 0F1 0F2"
@@ -49,29 +88,37 @@ def test_what_is_frozen_has_no_backward() -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 9), st.integers(0, 2), st.integers(1, 3), st.data())
+@given(
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.integers(0, 2),
+    st.integers(1, 3),
+    st.booleans(),
+    st.data(),
+)
 def test_any_pipeline_runs_to_its_end(
-    ranks: int, rounds: int, microbatches: int, ahead: int, width: int, data: st.DataObject
+    ranks: int, rounds: int, microbatches: int, ahead: int, width: int, splits: bool, data: st.DataObject
 ) -> None:
     """Played with messages, no rank waits for one that never comes; each does all it has to; few are under way."""
     num_stages = ranks * rounds
     stages = [[width * c + i for i in range(width)] for c in range(num_stages)]
     first = data.draw(st.integers(0, width * num_stages - 1))
     backward = range(first, width * num_stages)
-    lists = schedule.pipeline(stages, ranks, microbatches, backward, ahead)
+    lists = schedule.pipeline(stages, ranks, microbatches, backward, ahead, splits=splits)
     done: set[Action] = set()
     waiting = [list(actions) for actions in lists]
     while any(waiting):
         ready = [queue for queue in waiting if queue and _needs(queue[0], backward, width * num_stages) <= done]
         assert ready, "all ranks wait for each other"
         done.add(ready[0].pop(0))
-    assert len(done) == microbatches * (width * num_stages + len(backward))
+    assert len(done) == microbatches * (width * num_stages + (1 + splits) * len(backward))
     if rounds == 1:
         for rank, actions in enumerate(lists):
             under_way = most = 0
             for action in actions:
                 if action.segment == width * rank + width - 1:
-                    under_way += {"F": 1, "B": -1}[action.kind]
+                    under_way += {"F": 1, "B": -1, "W": 0}[action.kind]
                     most = max(most, under_way)
             if backward[0] == 0:
                 assert most <= 1 + (ranks - 1 - rank) * (1 + ahead)
@@ -82,6 +129,8 @@ def _needs(action: Action, backward: range, num_segments: int) -> set[Action]:
     assert s is not None
     if kind == "F":
         return {Action("F", s - 1, k)} if s else set()
+    if kind == "W":
+        return {Action("B", s, k)}
     behind = Action("B", s + 1, k) if s + 1 < num_segments else Action("F", s, k)
     return {behind, Action("F", s, k)}
 

@@ -37,6 +37,8 @@ LAYERS = [
     "state",
     "plan",
     "search",
+    "arrange",
+    "outline",
     "fetched",
     "execute",
     "exchange",

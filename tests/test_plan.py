@@ -19,8 +19,8 @@ from packhorse.layout import make_layout
 from packhorse.models import GPT, GPTConfig
 from packhorse.models.zoo import predict_tokens
 from packhorse.optimizer import Stepper
+from packhorse.outline import Outline
 from packhorse.plan import find_fingerprint
-from packhorse.search import _Outline
 
 MIB = 1 << 20
 
@@ -235,7 +235,7 @@ def test_after_the_first_step_planned_and_measured_are_said(caplog: pytest.LogCa
 
 
 def make_case(graph: ph.Graph, plan: ph.Plan) -> Case:
-    outline: Any = _Outline(graph)
+    outline: Any = Outline(graph)
     stepper = Stepper(torch.optim.AdamW([p for _, p in outline.named_parameters()]), outline)
     part = ph.partition(graph)
     layout = make_layout(outline, part, stepper, on_disk=plan.on_disk, deferred=False)

@@ -65,8 +65,13 @@ def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
         ("unet", ph.Ranks(pipeline=4)),
         ("gpt", ph.Ranks(pipeline=2, order="interleaved", chunks=2)),
         ("unet", ph.Ranks(pipeline=2, order="interleaved", chunks=3)),
+        ("gpt", ph.Ranks(pipeline=2, order="zero-bubble")),
+        ("resnet50", ph.Ranks(pipeline=3, order="zero-bubble", ahead=0)),
+        ("unet", ph.Ranks(pipeline=2, order="zero-bubble")),
+        ("gpt", ph.Ranks(pipeline=2, group=2)),
+        ("resnet50", ph.Ranks(pipeline=2, group=3)),
     ],
-    ids=lambda value: value if isinstance(value, str) else f"{value.pipeline} ranks, {value.order}",
+    ids=lambda value: value if isinstance(value, str) else f"{value.pipeline} ranks, {value.order}, {value.group}",
 )
 def test_a_pipeline_is_one_process(name: str, ranks: ph.Ranks) -> None:
     expected = train(name, None)
@@ -79,6 +84,53 @@ def test_other_ways_to_run_a_pipeline(options: dict[str, Any]) -> None:
     expected = train("gpt", None, **options)
     for found in run_ranks(2, lambda rank: train("gpt", ph.Ranks(pipeline=2), **options)):
         assert_identical(found, expected)
+
+
+def test_a_stage_that_is_streamed_from_disk(tmp_path: Path) -> None:
+    expected = train("gpt", None)
+    ranks = ph.Ranks(pipeline=2, group=2)
+    for found in run_ranks(2, lambda rank: train("gpt", ranks, store=tmp_path / "run")):
+        assert_identical(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy"),
+    [
+        (ph.Ranks(pipeline=2), "auto"),
+        (ph.Ranks(data=2), "resident"),
+        (ph.Ranks(data=2), "relay"),
+        (ph.Ranks(data=2, pipeline=2), "auto"),
+        (ph.Ranks(pipeline=4, order="zero-bubble"), "auto"),
+        (ph.Ranks(data=2, pipeline=3), "auto"),
+    ],
+    ids=["stages", "replicas", "parts", "both", "zero-bubble", "six"],
+)
+def test_what_was_planned_is_what_runs(ranks: ph.Ranks, strategy: Any) -> None:
+    """One rank decides for all; what each then does, and sends, is what the plan says of it."""
+
+    def work(rank: int) -> tuple[Any, ...]:
+        torch.manual_seed(0)
+        model, make_batch, loss = toys.zoo("gpt")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batch = make_batch(12)
+        trainer = ph.Trainer(model, optimizer, batch, loss=loss, ranks=ranks, strategy=strategy, microbatches=6)
+        with trainer:
+            trainer.step(batch)
+            trainer.state_dict()  # waits for what is under way
+            before = trainer._world.sent_bytes  # type: ignore[union-attr]  # there are others
+            trainer.step(batch)
+            trainer._settle()
+            sent = trainer._world.sent_bytes - before  # type: ignore[union-attr]  # likewise
+            plan, links = trainer.plan, trainer._case.links
+            planned = plan.actions(6 // ranks.data, trainer._case.weights, links)
+            assert [record.action for record in trainer.records] == planned
+            return plan.ranks, plan.microbatches, plan.cuts, plan.pace, plan.strategy, sent, plan.estimate.moved
+
+    found = run_ranks(ranks.size, work)
+    assert all(other[:5] == found[0][:5] for other in found)
+    assert found[0][0].ahead is not None or ranks.pipeline == 1
+    for *_, sent, moved in found:
+        assert sent == pytest.approx(moved["network"], rel=0.01)
 
 
 def torch_sgd(parameters: Any, lr: float) -> torch.optim.Optimizer:

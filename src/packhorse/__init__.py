@@ -18,10 +18,10 @@ from packhorse.errors import (
 from packhorse.graph import Graph, capture
 from packhorse.machine import Machine
 from packhorse.memory import Memory
+from packhorse.outline import make_plan
 from packhorse.partition import Partition, Segment, partition
 from packhorse.plan import Plan
 from packhorse.ranks.shape import Ranks
-from packhorse.search import make_plan
 from packhorse.sil import SegmentedTrainer
 from packhorse.store import DiskStore, RamStore
 from packhorse.trainer import Trainer

@@ -5,7 +5,7 @@ all twins. `estimate` walks lists of actions with it, `search` compares them.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -46,6 +46,7 @@ class Case:
     stepper: Stepper | None = None
     ranks: Ranks = ALONE
     links: Links | None = None  # to other ranks
+    at: "Callable[[int], Case] | None" = None  # the same for another place in the pipeline
     rehearsed: Rehearsed = field(default_factory=Rehearsed)
 
     # -- parameters
@@ -109,6 +110,22 @@ class Case:
                     spared[name] = full - numbers * full // graph.parameters[name].shape[0]
             found.append(spared)
         return found
+
+    def count_pieces(self, nbytes: int) -> tuple[int, ...]:
+        """Into how many pieces of so many bytes the gradients of each segment can be cut, at most; 0: each block is one."""
+
+        def count(block: Block) -> int:
+            return -(-summed_bytes(block) // nbytes) if nbytes else 1
+
+        return tuple(sum(count(b) for b in self.summed_at(s)) for s in range(len(self.blocks)))
+
+    def summed_at(self, s: int) -> list[Block]:
+        """The blocks whose gradients are summed over replicas when those of a segment are complete.
+
+        Of a parameter that several segments use that is all of it, after the first of them; kept in parts, each by itself.
+        """
+        homes = self.layout.home
+        return [b for b in self.blocks[s] if homes(b) == s or (self.layout.shards and homes(b) is not None)]
 
     @property
     def state_bytes(self) -> int:
@@ -246,6 +263,11 @@ def _find_kind(segment: Segment) -> Any:
 
 def master_bytes(block: Block) -> int:
     return block.numel * block.kinds[MASTER].itemsize
+
+
+def summed_bytes(block: Block) -> int:
+    """Without what lies between tensors."""
+    return sum(slot.numel for slot in block.slots) * block.kinds[MASTER].itemsize
 
 
 def count_uses(segments: Mapping[int, int], crossing: list[tuple[tuple[str, ...], ...]]) -> dict[str, int]:

@@ -20,8 +20,10 @@ from packhorse.graph import capture
 from packhorse.machine import Machine, find_machine
 from packhorse.memory import peak_resident_bytes
 from packhorse.models import load_task
+from packhorse.outline import make_plan
 from packhorse.partition import partition
 from packhorse.plan import Plan
+from packhorse.ranks.shape import parse_ranks
 from packhorse.report import (
     SweepRow,
     cuts_table,
@@ -35,7 +37,6 @@ from packhorse.report import (
     sweep_table,
     verification_table,
 )
-from packhorse.search import make_plan
 from packhorse.sil import Progress as PartProgress
 from packhorse.sil import SegmentedTrainer
 from packhorse.store import DiskStore
@@ -296,8 +297,13 @@ def plan(
     strategy: Annotated[str, typer.Option(help="auto, resident or relay.")] = "auto",
     optimizer: Optimizer = "adamw",
     layers: Annotated[int | None, typer.Option(min=1, help="Of a built-in transformer.")] = None,
+    ranks: Annotated[
+        str,
+        typer.Option(help="So many such machines, as torchrun would start them, or replicas x stages, such as 4x2."),
+    ] = "1",
+    network: Annotated[str | None, typer.Option(help="How fast they talk to each other, such as 1Gbit.")] = None,
     pin: PlanFile = None,
-    sweep: Annotated[str | None, typer.Option(help="depth, batch or memory: a table of plans.")] = None,
+    sweep: Annotated[str | None, typer.Option(help="depth, batch, memory or ranks: a table of plans.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Where the sweep's picture goes, as SVG.")] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Measure this machine anew.")] = False,
     as_json: AsJson = False,
@@ -311,6 +317,8 @@ def plan(
         "on_disk": on_disk,
         "optimizer": _optimizer_maker(optimizer),
         "plan": pin,
+        "ranks": parse_ranks(ranks),
+        "network": network,
     }
 
     def make(rows: int, layers: int | None, **changes: Any) -> Plan:
@@ -336,7 +344,7 @@ def plan(
         raise PackhorseError("--sweep batch needs a model whose example packhorse makes; a function makes its own")
     rows: list[SweepRow] = []
     for point in sweep_points(sweep, memory, where):
-        changed = {"depth": {"layers": point}, "batch": {"rows": point}, "memory": {"memory": point}}[sweep]
+        changed = {{"depth": "layers", "batch": "rows"}.get(sweep, sweep): point}
         try:
             rows.append((point, make(**{"rows": batch, "layers": layers, **changed}), ""))  # type: ignore[arg-type]
         except BudgetError as error:

@@ -2,20 +2,21 @@
 
 In: a `Case`, a list of actions, a `Machine`. Out: `Estimate`: seconds a step, bytes of each tier by kind at the peak, bytes
 over each link, and what a step waits for most. Lanes are clocks: each knows when it is free; an action starts jobs on lanes
-and waits for others, as the executor does.
+and waits for others, as the executor does. The ranks of a pipeline are walked side by side, each as far as it has its mail.
 """
 
 import heapq
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from packhorse.case import Case, count_uses, master_bytes
+from packhorse.case import Case, count_uses, master_bytes, summed_bytes
 from packhorse.machine import Machine
 from packhorse.memory import IDLE, Tier
 from packhorse.price import Price, price_update
+from packhorse.ranks.links import Tie
 from packhorse.schedule import Action
 from packhorse.store import GRADIENT, MASTER, Block
 from packhorse.store.blocks import UNIT
@@ -36,6 +37,19 @@ class Estimate:
     busy: dict[str, float] = field(default_factory=dict)  # seconds each lane works
     bottleneck: str = ""
 
+    def extended(self, before: "Estimate", times: float, seconds: float, seconds_before: float) -> "Estimate":
+        """By so many times what it takes more than the one `before`, whose step is as long as all ranks' together."""
+
+        def extend(now: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
+            return {key: n + type(n)(times * (n - then.get(key, 0))) for key, n in now.items()}
+
+        return replace(
+            self,
+            seconds=seconds + times * (seconds - seconds_before),
+            moved=extend(self.moved, before.moved),
+            busy=extend(self.busy, before.busy),
+        )
+
 
 @dataclass(frozen=True)
 class Choices:
@@ -47,6 +61,10 @@ class Choices:
     kept: frozenset[int]
     stash_bytes: int
     updates_ahead: int = 1
+    overlap: bool = True  # of what ranks exchange with compute
+
+
+Mail = dict[Hashable, float]  # what ranks send each other -> when it is there
 
 
 def estimate(
@@ -58,6 +76,30 @@ def estimate(
 ) -> Estimate:
     """With `limits` the walk ends where one is exceeded: by how much is not known then, nor how long a step takes."""
     return _Walk(case, machine, choices, limits or {}).run(actions)
+
+
+def estimate_together(
+    cases: Sequence[Case],
+    lists: Sequence[Sequence[Action]],
+    machine: Machine,
+    choices: Choices,
+    limits: Mapping[Tier, int] | None = None,
+) -> list[Estimate]:
+    """Of all ranks of one replica, which wait for each other. Where one exceeds a limit all end."""
+    mail: Mail = {}
+    walks = [_Walk(case, machine, choices, limits or {}, mail) for case in cases]
+    under_way = {i: walk.walk(actions) for i, (walk, actions) in enumerate(zip(walks, lists, strict=True))}
+    waits: dict[int, Hashable] = {}
+    while under_way and not any(walk.is_over for walk in walks):
+        before = dict(waits)
+        for i, walk in list(under_way.items()):
+            try:
+                waits[i] = next(walk)
+            except StopIteration:
+                del under_way[i]
+                waits.pop(i, None)
+        assert waits != before or not waits, f"all ranks wait for each other: {waits}"
+    return [walk.result for walk in walks]
 
 
 def estimate_standing(case: Case, machine: Machine, choices: Choices) -> Estimate:
@@ -97,6 +139,7 @@ class _Walk:
     machine: Machine
     choices: Choices
     limits: Mapping[Tier, int]
+    mail: Mail = field(default_factory=dict)
     now: float = 0.0  # of the thread that computes
     free: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # lane -> when it is free
     busy: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -122,6 +165,11 @@ class _Walk:
     sums: dict[int, int] = field(default_factory=dict)
     parked: dict[str, int] = field(default_factory=dict)
     remaining: dict[tuple[str, int], int] = field(default_factory=dict)  # uses of a value that are to come
+    summed: dict[str, float] = field(default_factory=dict)  # block -> when its gradient is that of all ranks
+    unsummed: dict[int, int] = field(default_factory=dict)  # segment -> pieces of its gradients that are not begun
+    held: set[int] = field(default_factory=set)  # segments that will be updated when they are summed
+    step: int = 0
+    started: tuple[float, dict[str, int], dict[str, float]] = (0.0, {}, {})  # the last step: when, and what was done
 
     def __post_init__(self) -> None:
         self.on_cpu = self.machine.device == "cpu"
@@ -130,22 +178,38 @@ class _Walk:
         self.is_away = self.case.on_disk or self.case.is_slowed  # the model, behind a link
 
     def run(self, actions: Sequence[Action]) -> Estimate:
+        """Of a rank that waits for no other."""
+        walk = self.walk(actions)
+        try:
+            waits_for = next(walk)
+        except StopIteration as end:
+            return end.value
+        raise AssertionError(f"{waits_for} will never come")
+
+    def walk(self, actions: Sequence[Action]) -> Generator[Hashable, None, Estimate]:
+        """Yields what it waits for where that has not been sent yet; returns the estimate of the last step."""
         self._begin()
         forwards = Counter(s for kind, s, k in actions if kind in ("F", "R") and k == 0)
         self.uses = count_uses(forwards, self.case.crossing)  # type: ignore[arg-type]  # each has a segment
         handlers = {kind: getattr(self, f"_{kind.lower()}") for kind in {action.kind for action in actions}}
-        before = self._snapshot()
-        for _ in range(2 if self.is_away else 1):  # what one step leaves to write, the next one waits for
-            before = self._snapshot()
+        self.recomputed = {s for kind, s, _ in actions if kind == "R"}
+        self.split = {s for kind, s, _ in actions if kind == "W"}
+        self.pieces = Counter(s for kind, s, _ in actions if kind == "SUM")
+        has_others = self.case.ranks.size > 1
+        for step in range(2 if self.is_away or has_others else 1):  # what one leaves to do, the next waits for
+            self.step, self.started = step, self._snapshot()
             for kind, s, k in actions:
                 if self.is_over:
-                    return self._finish(*before)
+                    return self.result
                 self._advance()
+                for key in self._awaited(kind, s, k):
+                    while key not in self.mail:
+                        yield key
                 handlers[kind](s, k)
                 self._release()
-            if not self.case.on_disk:
+            if not self.case.on_disk and not has_others:
                 self._end_updates()
-        return self._finish(*before)
+        return self.result
 
     def _snapshot(self) -> tuple[float, dict[str, int], dict[str, float]]:
         return self.now, dict(self.moved), dict(self.busy)
@@ -165,8 +229,10 @@ class _Walk:
             self._note("host", case.model_bytes, "the model as it was given")
             self._add("host", "store", case.state_bytes - masters)
 
-    def _finish(self, started: float, moved: Mapping[str, int], busy: Mapping[str, float]) -> Estimate:
+    @property
+    def result(self) -> Estimate:
         """Of the last step."""
+        started, moved, busy = self.started
         moved = {link: n - moved.get(link, 0) for link, n in self.moved.items()}
         busy = {lane: seconds - busy.get(lane, 0.0) for lane, seconds in self.busy.items()}
         waiting = max(busy, key=lambda lane: busy[lane], default="compute")
@@ -222,7 +288,7 @@ class _Walk:
         self.moved[link] += nbytes
         if link in ("read", "write"):
             self.debt += nbytes / self.machine.kernels.get("beside disk", math.inf)
-        lane = {"read": "disk", "write": "disk", "up": "host to device", "down": "device to host"}[link]
+        lane = {"read": "disk", "write": "disk", "up": "host to device", "down": "device to host"}.get(link, link)
         rate = self.machine.bandwidth["link" if link in ("up", "down") else link]
         return self._work(lane, start, nbytes / rate, urgent=urgent)
 
@@ -232,8 +298,13 @@ class _Walk:
     def _take_home(self, start: float, nbytes: int) -> float:
         return start if self.on_cpu else self._move("down", start, nbytes)
 
+    def _open_mail(self, kind: str, s: int, k: int) -> None:
+        arrived = [self.mail[key] for key in self._awaited(kind, s, k)]
+        if arrived:
+            self.arrivals["mail", s, k] = max(arrived)
+
     def _compute(self, s: int, k: int, seconds: float) -> None:
-        arrived = max(self.arrivals.pop((kind, s, k), 0.0) for kind in ("value", "gradient"))
+        arrived = max(self.arrivals.pop((kind, s, k), 0.0) for kind in ("value", "gradient", "mail"))
         start = max(self.now, self.ready[s], arrived)
         self.now = self._work("compute", start + self.debt, seconds * self.choices.times)
         self.debt = 0.0
@@ -251,6 +322,8 @@ class _Walk:
                 seconds = (block.nbytes(MASTER) + block.working_nbytes) / self.machine.bandwidth["host"]
                 start = self._work("compute" if self.on_cpu else "cast", start, seconds)
                 self.now = start if self.on_cpu else self.now
+            if self.case.layout.shards:
+                start = self._exchange(start, self._share_of_others(block.working_nbytes))
             ready = max(ready, self._bring(start, block.working_nbytes))
         self.ready[s] = ready
         self._add("host", "weights", self.case.copies[s])
@@ -267,6 +340,7 @@ class _Walk:
     def _f(self, s: int, k: int) -> None:
         footprint = self.case.footprint(s, self.choices.rows)
         price, keeps = self._price(s), self._keeps(s)
+        self._open_mail("F", s, k)
         self._compute(s, k, price.building if keeps else price.forward)
         if keeps:
             self._note(self.device, footprint.building)
@@ -279,8 +353,7 @@ class _Walk:
         return self.case.price(s, self.choices.rows, self.machine, resident=self.choices.resident)
 
     def _keeps(self, s: int) -> bool:
-        last = len(self.case.partition.segments) - 1
-        return s in self.case.layout.differentiable and (self.choices.resident or s in self.choices.kept or s == last)
+        return s in self.case.layout.differentiable and s not in self.recomputed
 
     def _graph_bytes(self, s: int) -> int:
         """Of the graphs alive at a time that a microbatch of the list stands for: where kept, those of all."""
@@ -293,12 +366,24 @@ class _Walk:
         self._add(self.device, "graphs", self._graph_bytes(s))
 
     def _b(self, s: int, k: int) -> None:
+        self._open_mail("B", s, k)
+        if s not in self.split:
+            self._differentiate(s, k, 1.0)
+            return
+        self._compute(s, k, self._price(s).backward / 2)
+        self._note(self.device, self.case.footprint(s, self.choices.rows).backward)
+
+    def _w(self, s: int, k: int) -> None:
+        self._differentiate(s, k, 0.5)
+
+    def _differentiate(self, s: int, k: int, share: float) -> None:
+        """Backward, or what of it is left, to the end of the graph."""
         case, times = self.case, self.choices.times
         rebuilt = not self._keeps(s)
         summed, lagging = case.gradient_bytes(s, rebuilt=rebuilt), self._lagging_bytes()
         adding = 3 * summed / self.machine.rate("elementwise")
         adds = times if s in self.sums else times - 1  # the first gradient becomes the sum
-        self._compute(s, k, self._price(s).backward + adding * adds / times)
+        self._compute(s, k, share * self._price(s).backward + adding * adds / times)
         footprint = case.footprint(s, self.choices.rows)
         backward = footprint.rebuilt if rebuilt else footprint.backward
         self._add(self.device, "graphs", -self._graph_bytes(s))
@@ -348,6 +433,8 @@ class _Walk:
 
     def _restore(self, s: int, k: int) -> None:
         for name in self.case.crossing[s][1]:
+            if (name, k) not in self.remaining:
+                continue  # another rank made it
             self.remaining[name, k] -= 1
             self._get("value", ("value", name, k), s, k, last=self.remaining[name, k] == 0)
 
@@ -406,11 +493,14 @@ class _Walk:
         self._end_updates()
 
     def _update(self, s: int, _: None) -> None:
+        if s in self.unsummed:
+            self.held.add(s)
+            return
         summed = self.sums.pop(s, 0)
         for block in self.case.homes.get(s, []):
             own = self.case.gradient_of(block, s, rebuilt=not self._keeps(s)) if summed else 0
             summed -= own
-            start = self._take_home(self.now, own)
+            start = max(self._take_home(self.now, own), self.summed.pop(block.name, 0.0))
             if not self.on_cpu:
                 self._later(start, "device", "gradients", own)
                 self._add("host", "gradients", own)
@@ -475,10 +565,92 @@ class _Walk:
 
     # -- other ranks
 
-    def _between_ranks(self, *_: Any) -> None:
-        """What goes to other ranks and comes from them takes no time of this one."""
+    def _awaited(self, kind: str, s: int | None, k: int | None) -> list[Hashable]:
+        """What other ranks must have sent before an action can be done."""
+        links = self.case.links
+        if links is None or s is None:
+            return []
+        if kind in ("F", "B"):
+            return [self._letter(n, k) for n in links.traffic.received_by(s, backward=kind == "B")]
+        ties = {"TAKE": links.takes, "HEAR": links.hears}.get(kind, {}).get(s, [])
+        return [self._letter(kind, tie.number) for tie in ties]
 
-    _recv = _send = _recvg = _sendg = _loss = _reduce = _pass = _take = _tell = _hear = _between_ranks
+    def _letter(self, *what: Hashable) -> Hashable:
+        return (self.step, *what)
+
+    def _exchange(self, start: float, nbytes: int, messages: int = 1) -> float:
+        """Bytes that leave this rank, while as many may come: when the last of them is there."""
+        done = self._move("network", start, nbytes) + messages * self.machine.latency
+        self.now = self.now if self.choices.overlap else max(self.now, done)
+        return done
+
+    def _share_of_others(self, nbytes: int) -> int:
+        """In a ring each sends, of what all have, all but its own part."""
+        replicas = self.case.ranks.data
+        return nbytes * (replicas - 1) // replicas
+
+    def _recv(self, s: int, k: int) -> None:
+        """Posted; it comes when it comes."""
+
+    _recvg = _recv
+
+    def _send(self, s: int, k: int) -> None:
+        self._post(s, k, backward=False)
+
+    def _sendg(self, s: int, k: int) -> None:
+        self._post(s, k, backward=True)
+
+    def _post(self, s: int, k: int, *, backward: bool) -> None:
+        traffic = self.case.links.traffic  # type: ignore[union-attr]  # who sends has them
+        for number in traffic.sent_by(s, backward=backward):
+            nbytes = int(traffic.parcel(number, self.choices.rows).nbytes * self.choices.times)
+            self.mail[self._letter(number, k)] = self._exchange(self.now, nbytes)
+
+    def _loss(self, *_: None) -> None:
+        """A number."""
+
+    def _reduce(self, s: int, _: None) -> None:
+        if self.pieces[s]:
+            self.unsummed[s] = self.pieces[s]
+
+    def _sum(self, s: int, _: int) -> None:
+        """An equal part of what the segment has to sum; with the last of them its update can begin."""
+        blocks = self.case.summed_at(s)
+        nbytes = master_bytes if self.case.layout.shards else summed_bytes
+        ring = self._share_of_others(sum(nbytes(b) for b in blocks))
+        rounds = 1 if self.case.layout.shards else 2  # parts are summed, and, if all want all, told
+        done = self._exchange(self.now, rounds * ring // self.pieces[s], rounds * (self.case.ranks.data - 1))
+        self.unsummed[s] -= 1
+        if not self.unsummed[s]:
+            del self.unsummed[s]
+            self.summed.update({block.name: done for block in blocks})
+            if s in self.held:
+                self.held.remove(s)
+                self._update(s, None)
+
+    def _pass(self, s: int, _: None) -> None:
+        for tie in self.case.links.passes[s]:  # type: ignore[union-attr]  # likewise
+            self.mail[self._letter("TAKE", tie.number)] = self._exchange(self.now, summed_bytes(self._block(tie)))
+
+    def _take(self, s: int, _: None) -> None:
+        for tie in self.case.links.takes[s]:  # type: ignore[union-attr]  # likewise
+            arrived = self.mail[self._letter("TAKE", tie.number)]
+            name = self._block(tie).name
+            self.summed[name] = max(arrived, self.summed.get(name, 0.0))
+
+    def _tell(self, s: int, _: None) -> None:
+        for tie in self.case.links.tells[s]:  # type: ignore[union-attr]  # likewise
+            block = self._block(tie)
+            self._end_update_of(block)
+            start = max(self.now, self.pending.get(block.name, 0.0))
+            self.mail[self._letter("HEAR", tie.number)] = self._exchange(start, master_bytes(block))
+
+    def _hear(self, s: int, _: None) -> None:
+        for tie in self.case.links.hears[s]:  # type: ignore[union-attr]  # likewise
+            self.pending[self._block(tie).name] = self.mail[self._letter("HEAR", tie.number)]
+
+    def _block(self, tie: Tie) -> Block:
+        return self.case.layout.places[tie.parameter][0]
 
     def _intent(self, *_: None) -> None:
         """The batch is small beside the model."""

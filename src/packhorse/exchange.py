@@ -3,7 +3,9 @@
 In: an executor, the world, this rank's links. Out: handlers by kind of action, beside the executor's own.
 """
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -33,6 +35,7 @@ class Exchange:
         self.gathering = Gathering(world, executor.store, pool) if executor.layout.shards else None
         self._waiting = Lane("packhorse-post", 1)  # for what no future tells of: it comes in the order of the lists
         self._summing = Lane("packhorse-sums", 1)  # in order, as they are made
+        self._pieces: dict[int, deque[Callable[[], None]]] = {}  # segment -> what begins the next piece of its sums
         self._losses: Work | None = None
         self._commits: Work | None = None
         self.momenta = find_momenta(links.partition.graph) if world.ranks.data > 1 else {}
@@ -43,6 +46,7 @@ class Exchange:
             "SENDG": self._send_gradients,
             "LOSS": self._tell_losses,
             "REDUCE": self._reduce,
+            "SUM": self._sum,
             "PASS": self._pass,
             "TAKE": self._take,
             "TELL": self._tell,
@@ -119,19 +123,49 @@ class Exchange:
     # -- gradients over replicas
 
     def _reduce(self, task: Task, action: Action) -> None:
-        for block in self.executor.layout.blocks:
-            gradient = task.sums.get((block.name, _segment(action)))
+        """Cuts what is to be summed into pieces; the list says when each is begun."""
+        s = _segment(action)
+        pieces = self._pieces[s] = deque()
+        layout = self.executor.layout
+        for block in layout.blocks:
+            gradient = task.sums.get((block.name, s))
             if gradient is None:
                 continue
-            if block.name in self.executor.layout.shards:
-                gradient = take_own(self.executor.layout.shards[block.name], self.world, gradient)
-                task.sums[block.name, _segment(action)] = gradient
+            if layout.home(block) != s and not layout.shards:
+                continue  # it waits for that of an earlier segment, and both are summed at once
+            if not layout.shards:
+                self.executor.add_parked(gradient)
+            if block.name in layout.shards:
+                pieces.append(partial(self._sum_part, task, s, block.name))
             else:
-                gradient.summing = self.world.sum(gradient.join())
-            if self.executor.device.name == "cpu":  # elsewhere streams wait
-                gradient.summed = self._summing.submit(gradient.summing.wait)
-            if not self.executor.overlap:
-                gradient.wait()
+                flat = gradient.join()
+                size = task.program.piece_bytes // flat.element_size() or flat.numel()
+                parts = flat.split(size)
+                gradient.summing = summing = Sums(len(parts))
+                if self.executor.device.name == "cpu":  # elsewhere streams wait
+                    gradient.summed = summing.done
+                pieces.extend(partial(self._sum_piece, summing, part) for part in parts)
+
+    def _sum(self, task: Task, action: Action) -> None:
+        pieces = self._pieces[_segment(action)]
+        if pieces:  # fewer than planned, where a parameter has no gradient
+            pieces.popleft()()
+
+    def _sum_part(self, task: Task, s: int, name: str) -> None:
+        """Of what each rank keeps a part of."""
+        own = task.sums[name, s] = take_own(self.executor.layout.shards[name], self.world, task.sums[name, s])
+        if self.executor.device.name == "cpu":
+            own.summed = self._summing.submit(own.summing.wait)
+        if not self.executor.overlap:
+            own.wait()
+
+    def _sum_piece(self, summing: "Sums", part: Tensor) -> None:
+        work = self.world.sum(part)
+        summing.works.append(work)
+        if self.executor.device.name == "cpu":
+            self._summing.submit(work.wait).add_done_callback(summing.count)
+        if not self.executor.overlap:
+            work.wait()
 
     def join_norms(self, task: Task) -> None:
         """The norms of all ranks' gradients, for all: of replicas, which have the same, the first tells, or each its part's."""
@@ -228,3 +262,26 @@ class Exchange:
 def _segment(action: Action) -> int:
     assert action.segment is not None
     return action.segment
+
+
+class Sums:
+    """Of a gradient, piece by piece: over when all of them are."""
+
+    def __init__(self, pieces: int):
+        self.works: list[Work] = []
+        self.done: Future[None] = Future()
+        self._left = pieces
+
+    def count(self, piece: "Future[None]") -> None:
+        """One more is over; called by the thread that waits for them, one after another."""
+        self._left -= 1
+        if self.done.done():
+            return
+        if piece.exception() is not None:
+            self.done.set_exception(piece.exception())
+        elif not self._left:
+            self.done.set_result(None)
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()

@@ -8,7 +8,7 @@ import contextlib
 import math
 import time
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ from packhorse.gradient import Gradient
 from packhorse.graph import Ref
 from packhorse.keys import key_generator
 from packhorse.optimizer import Group
-from packhorse.partition import Partition, Segment
+from packhorse.partition import Partition, Rest, Segment
 from packhorse.ranks.shards import Gathering
 from packhorse.ranks.traffic import Traffic
 from packhorse.running import Running
@@ -46,6 +46,7 @@ class Program:
     partition: Partition
     actions: Sequence[Action]
     traffic: Traffic | None = None
+    piece_bytes: int = 0  # of sums over replicas; 0: each block is one
 
     @cached_property
     def kept(self) -> frozenset[tuple[int, int]]:
@@ -62,19 +63,24 @@ class Program:
         return frozenset(kept)
 
     @cached_property
-    def uses(self) -> Counter[str]:
-        """How often each value of a microbatch is read by a forward, by a recomputation, or to be sent."""
-        uses: Counter[str] = Counter()
+    def split(self) -> frozenset[int]:
+        """Segments whose backward leaves the gradients of their parameters for later."""
+        return frozenset(s for kind, s, _ in self.actions if kind == "W" and s is not None)
+
+    @cached_property
+    def uses(self) -> defaultdict[int, Counter[str]]:
+        """By microbatch, how often each value is read by a forward, by a recomputation, or to be sent."""
+        uses: defaultdict[int, Counter[str]] = defaultdict(Counter)
         for kind, s, k in self.actions:
-            if kind in ("F", "R") and k == 0:
-                assert s is not None
-                segment = self.partition.segments[s]
-                uses.update(segment.inputs)
-                if kind == "R":
-                    uses.update(_snapshot_name(s, name) for name in self.written(s))
-            if kind == "SEND" and k == 0 and s is not None and self.traffic is not None:
+            if s is None or k is None:
+                continue
+            if kind in ("F", "R"):
+                uses[k].update(self.partition.segments[s].inputs)
+            if kind == "R":
+                uses[k].update(_snapshot_name(s, name) for name in self.written(s))
+            if kind == "SEND" and self.traffic is not None:
                 for number in self.traffic.sent_by(s, backward=False):
-                    uses.update(self.traffic.messages[number].names)
+                    uses[k].update(self.traffic.messages[number].names)
         return uses
 
     @cached_property
@@ -124,6 +130,7 @@ class Task:
     remaining: list[Counter[str]] = field(default_factory=list)
     results: list[dict[str, Tensor]] = field(default_factory=list)
     graphs: dict[tuple[int, int], tuple[dict[str, Tensor], dict[str, Tensor]]] = field(default_factory=dict)
+    rests: dict[tuple[int, int], Rest] = field(default_factory=dict)  # what backwards left for later
     constants: dict[str, Tensor] = field(default_factory=dict)  # buffers that live in memory
     buffers: dict[str, Tensor] = field(default_factory=dict)  # the written ones of them, as this step advances them
     sums: dict[tuple[str, int], Gradient] = field(default_factory=dict)  # (block, segment) -> gradient so far
@@ -202,6 +209,7 @@ class Executor:
             "F": self._forward,
             "R": self._recompute,
             "B": self._backward,
+            "W": self._rest,
             "FETCH": self._fetch,
             "EVICT": self._evict,
             "STASH": self._stash,
@@ -227,7 +235,7 @@ class Executor:
         task.values = [dict(m.inputs) for m in task.microbatches]
         task.gradients = [{} for _ in task.microbatches]
         task.results = [{} for _ in task.microbatches]
-        task.remaining = [Counter(program.uses) for _ in task.microbatches]
+        task.remaining = [Counter(program.uses[k]) for k in range(len(task.microbatches))]
         written = [name for name, b in program.partition.graph.buffers.items() if b.written] if task.training else []
         task.constants = {name: self._bring(buffer) for name, buffer in self.state.buffers.items()}
         task.buffers = {name: task.constants[name].clone() for name in written if name in task.constants}
@@ -317,6 +325,7 @@ class Executor:
     def _abandon(self, task: Task) -> None:
         """After a failure: nothing of the step stays behind, but what was already updated."""
         task.graphs.clear()
+        task.rests.clear()
         for gradient in task.sums.values():
             gradient.let_go()
         task.sums.clear()
@@ -428,14 +437,28 @@ class Executor:
         for name in segment.outputs:
             if name in task.program.results and name not in seeds and outputs[name].requires_grad:
                 seeds[name] = self._seed(task, k, outputs[name])
+        if segment.index in task.program.split:
+            found, task.rests[segment.index, k] = segment.differentiate_inputs(fetched, leaves, outputs, seeds)
+            gradients.update(found)
+            return
         found = segment.differentiate(fetched, leaves, outputs, seeds)
         alone = _find_alone(found, (*leaves.values(), *outputs.values(), *seeds.values()))
         del leaves, outputs, seeds
+        gradients.update(self._add_up(task, segment, found, alone))
+
+    def _rest(self, task: Task, action: Action) -> None:
+        """The gradients of parameters, which backward left for later."""
+        segment, k = self._segment(task, action)
+        found = task.rests.pop((segment.index, k)).differentiate()
+        self._add_up(task, segment, found, _find_alone(found, ()))
+
+    def _add_up(self, task: Task, segment: Segment, found: dict[str, Tensor], alone: set[str]) -> dict[str, Tensor]:
+        """Gradients of parameters go to their sums; the others are left."""
         for name in segment.parameters:
             gradient = found.pop(name, None)
             if gradient is not None:
                 self._accumulate(task, segment.index, name, gradient, name in alone)
-        gradients.update(found)
+        return found
 
     def _seed(self, task: Task, k: int, loss: Tensor) -> Tensor:
         """Where backward starts: the loss's share in the mean over the whole batch, times the loss scale."""
@@ -651,6 +674,13 @@ class Executor:
             done, self.in_flight = wait(self.in_flight, return_when=FIRST_COMPLETED)
             for update in done:
                 update.result()
+
+    def add_parked(self, gradient: Gradient) -> None:
+        """What of a gradient waits, from segments behind, becomes part of it."""
+        name = gradient.block.name
+        if name in self.pending:
+            self.pending[name].result()
+        self.updater.add_parked(gradient)
 
     def submit_after(self, block: str, job: Callable[[], None]) -> None:
         """When a block's update is done; if there is none under way, at once."""

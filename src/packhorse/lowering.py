@@ -4,13 +4,16 @@ In: the compute actions of a generator. Out: the list that runs, with movement, 
 from list to list, so a strategy is a generator and a choice of passes.
 """
 
+import heapq
 import itertools
+import math
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 
 from packhorse.schedule import Action
 
-COMPUTE = ("F", "R", "B")
+COMPUTE = ("F", "R", "B", "W")
+UNDER_WAY = 2.0  # pieces of sums at a time: one on the network, one to follow it
 
 
 def recompute(actions: Sequence[Action], kept: Collection[int]) -> list[Action]:
@@ -33,11 +36,12 @@ def stash(actions: Sequence[Action]) -> list[Action]:
     lowered: list[Action] = []
     backward = {a.segment for a in actions if a.kind == "B" and a.segment is not None}
     first, latest = min(backward, default=-1), max(backward, default=-1)
-    last = max(a.segment for a in actions if a.segment is not None)
+    here = [a.segment for a in actions if a.segment is not None]  # on a rank, those of its stage
+    lowest, last = min(here), max(here)
     for action in actions:
         kind, s, k = action
         assert s is not None
-        if kind == "R" or (kind == "F" and s > 0):
+        if kind == "R" or (kind == "F" and s > lowest):
             lowered.append(Action("RESTORE", s, k))
         if kind == "B" and s != latest:
             lowered.append(Action("RESTOREG", s, k))
@@ -168,10 +172,11 @@ def update(
     """
     lowered: list[Action] = []
     done: list[int] = []
+    split = {a.segment for a in actions if a.kind == "W"}
     for action in actions:
         lowered.append(action)
         kind, s, k = action
-        if kind == "B" and s is not None and k == num_microbatches - 1:
+        if kind == ("W" if s in split else "B") and s is not None and k == num_microbatches - 1:
             done.append(s)
             if deferred or s in parks:
                 lowered.append(Action("PARK", s))
@@ -242,14 +247,38 @@ def tell_losses(actions: Sequence[Action], last: int) -> list[Action]:
     return [*actions[:at], Action("LOSS"), *actions[at:]]
 
 
-def reduce(actions: Sequence[Action]) -> list[Action]:
-    """Complete gradients are summed over replicas before anything else is done with them."""
+def reduce(actions: Sequence[Action], pieces: Sequence[int] = (), pace: Sequence[float] = ()) -> list[Action]:
+    """Complete gradients are summed over replicas before anything else is done with them, in so many `pieces` a segment.
+
+    `pace` tells for each segment how many pieces pass over the network while it runs backward. With it, no more are begun than
+    will have passed, those of the first segment first, which the next step needs first; what is left then goes at the end.
+    All replicas have the same list, and so the same order of sums. Without it, pieces are begun as they come.
+    """
     lowered: list[Action] = []
-    begun: set[int | None] = set()
+    begun: set[int] = set()
+    split = {a.segment for a in actions if a.kind == "W"}
+    waiting: list[tuple[int, int]] = []
+    under_way = 0.0
+
+    def begin(most: float) -> None:
+        nonlocal under_way
+        while waiting and under_way < most:
+            lowered.append(Action("SUM", *heapq.heappop(waiting)))
+            under_way += 1.0
+
     for action in actions:
-        if action.kind in ("PARK", "PASS", "UPDATE") and action.segment not in begun:
-            begun.add(action.segment)
-            lowered.append(Action("REDUCE", action.segment))
+        kind, s, _ = action
+        if kind in ("PARK", "PASS", "UPDATE") and s is not None and s not in begun:
+            begun.add(s)
+            lowered.append(Action("REDUCE", s))
+            for i in range(pieces[s] if pieces else 1):
+                heapq.heappush(waiting, (s, i))
+            begin(UNDER_WAY if pace else math.inf)
+        if kind in ("B", "W") and s is not None and pace:
+            under_way = max(under_way - pace[s] / (2 if s in split else 1), 0.0)
+            begin(UNDER_WAY)
+        if kind in ("NORM", "COMMIT"):
+            begin(math.inf)
         lowered.append(action)
     return lowered
 

@@ -45,7 +45,7 @@ class Machine:
     host     the host's memory, as the update moves through it
     link     between host and device, each way; on a machine without accelerator there is none
     read, write   the disk
-    network  between nodes
+    network  between ranks, each way
     """
 
     name: str
@@ -116,6 +116,10 @@ class Machine:
             return self.matmul[precision] * (0.5 if family == "attention" else 1.0)
         return self.bandwidth["host" if family == "update" else "device"]
 
+    def linked(self, rate: float, latency: float = 0.0) -> "Machine":
+        """Several of the same, with such a network between them."""
+        return replace(self, bandwidth={**self.bandwidth, "network": rate}, latency=latency)
+
     def slowed(self, rate: float | None) -> "Machine":
         """The same with a disk that moves no more than so many bytes a second."""
         if rate is None:
@@ -148,7 +152,8 @@ def _read(fields: Mapping[str, Any], where: str) -> Machine:
     tiers = ("host", "disk") if on_cpu else ("device", "host", "disk")
     memory = {tier: _amount(fields["memory"], tier, f"{where}: memory") for tier in tiers}
     matmul = {p: _rate(fields["matmul"], p, f"{where}: matmul", 1e8, 1e17) for p in ("fp32", "bf16", "fp16")}
-    wanted = [k for k in LINKS if not (k == "network" and fields.get("nodes", 1) == 1) and not (k == "link" and on_cpu)]
+    is_alone = fields.get("nodes", 1) == 1 and fields.get("devices", 1) == 1
+    wanted = [k for k in LINKS if not (k == "network" and is_alone) and not (k == "link" and on_cpu)]
     bandwidth = {k: _rate(fields["bandwidth"], k, f"{where}: bandwidth", 1e5, 1e14) for k in wanted}
     for key in ("cores", "devices", "nodes"):
         count = fields.get(key, 1)

@@ -225,6 +225,21 @@ class Pool:
         self.ledger.add(self.tier, "idle buffers", -buffer.nbytes)
 
 
+def give_back() -> None:
+    """What was freed goes back to the system, as far as malloc can tell it from what is in use."""
+    trim = _find_in_libc("malloc_trim")
+    if trim is not None:
+        trim(0)
+
+
+def _find_in_libc(name: str) -> Callable[..., int] | None:
+    """None where there is no glibc: memory is kept or returned as it pleases."""
+    try:
+        return getattr(ctypes.CDLL(None), name)
+    except (OSError, AttributeError, TypeError):
+        return None
+
+
 # Parameters of mallopt, from malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
@@ -242,14 +257,10 @@ class Heap:
     def __init__(self, ledger: Ledger, plenty: bool, ceiling: int = 0, base: int | None = None):
         self.ledger, self.plenty, self.ceiling = ledger, plenty, ceiling
         self._base = self._floor = self._uncounted_bytes() if base is None else base
-        try:
-            libc = ctypes.CDLL(None)
-            self._trim: Callable[[int], int] | None = libc.malloc_trim
-            if plenty:
-                libc.mallopt(_MMAP_THRESHOLD, 1 << 30)
-                libc.mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)
-        except (OSError, AttributeError, TypeError):  # not glibc: memory is kept or returned as it pleases
-            self._trim = None
+        self._trim, set_option = _find_in_libc("malloc_trim"), _find_in_libc("mallopt")
+        if plenty and set_option is not None:
+            set_option(_MMAP_THRESHOLD, 1 << 30)
+            set_option(_TRIM_THRESHOLD, (1 << 31) - 1)
 
     def tidy(self, reusable: int = 0, *, needed: int | None = None, computing: bool = False) -> None:
         """Gives back what lies idle, if there is more than what will soon be `reusable`, and no room for what is `needed`.

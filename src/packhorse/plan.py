@@ -29,7 +29,16 @@ from packhorse.units import format_bytes, format_seconds
 Strategy = Literal["auto", "resident", "relay", "pipeline"]
 
 # What a person may decide instead of the search, by editing a plan's file.
-DECISIONS = ("strategy", "microbatches", "cuts", "kept", "prefetch_bytes", "updates_ahead", "stash_bytes", "ranks")
+DECISIONS = (
+    "strategy",
+    "microbatches",
+    "cuts",
+    "kept",
+    "prefetch_bytes",
+    "updates_ahead",
+    "stash_bytes",
+    "ranks",
+)
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,9 @@ class Plan:
     stash_bytes: int = 0  # how much of the stash stays in host memory; the rest goes to disk
     parks: frozenset[int] = frozenset()
     ranks: Ranks = ALONE
+    piece_bytes: int = 0  # of sums over replicas
+    pieces: tuple[int, ...] = ()  # of each segment's gradients
+    pace: tuple[float, ...] = ()  # for each segment: pieces that pass over the network while it runs backward
     overlap: bool = True  # of movement with compute
     casts: tuple[Cast, ...] = ()
     state_bytes: int = 0  # masters and optimizer states
@@ -82,7 +94,7 @@ class Plan:
     @property
     def is_resident(self) -> bool:
         """Whether parameters and graphs stay in memory, as in the ordinary loop."""
-        return self.strategy in ("resident", "pipeline")
+        return self.strategy == "resident" or (self.strategy == "pipeline" and not self.ranks.group)
 
     def actions(self, num_microbatches: int, sizes: Mapping[int, int], links: Links | None = None) -> list[Action]:
         """The list that trains on a batch of so many microbatches; `sizes` are the bytes a segment's FETCH brings.
@@ -92,7 +104,13 @@ class Plan:
         if self.strategy == "pipeline":
             assert links is not None
             lists = schedule.pipeline(
-                links.stages, self.ranks.pipeline, num_microbatches, self.backward, self.ranks.ahead
+                links.stages,
+                self.ranks.pipeline,
+                num_microbatches,
+                self.backward,
+                self.ranks.ahead or 0,
+                splits=self.ranks.order == "zero-bubble",
+                group=self.ranks.group or 1,
             )
             actions = lists[links.place]
         else:
@@ -105,7 +123,7 @@ class Plan:
             actions = self._connect(actions, links.traffic, links)
             actions = lowering.share(actions, links.passes, links.takes, links.tells, links.hears)
         if self.ranks.data > 1:
-            actions = lowering.reduce(actions)
+            actions = lowering.reduce(actions, self.pieces, self.pace if self.overlap else ())
         if self.rolls:
             actions = lowering.roll_forward(actions)
         run_here = [s for s in range(self.num_segments) if links is None or s in links.local]
@@ -116,7 +134,7 @@ class Plan:
     def _connect(self, actions: list[Action], traffic: Traffic, links: Links) -> list[Action]:
         """What is exchanged with other ranks."""
         receives, sends = traffic.receivers(), traffic.senders()
-        ahead = 2 * len(traffic.segments_of(links.place)) * (1 + self.ranks.ahead) if self.overlap else 0
+        ahead = 2 * len(traffic.segments_of(links.place)) * (1 + (self.ranks.ahead or 0)) if self.overlap else 0
         connected = lowering.exchange(actions, receives, sends, distance=ahead)
         if traffic.partition.graph.mode == "predict":
             return connected
@@ -207,7 +225,7 @@ class Plan:
             fields = json.loads(text)
             for name in ("kept", "backward", "parks"):
                 fields[name] = frozenset(int(s) for s in fields[name])
-            for name in ("cuts", "reasons", "pinned"):
+            for name in ("cuts", "reasons", "pinned", "pieces", "pace"):
                 fields[name] = tuple(fields[name])
             fields["casts"] = tuple(Cast(what, getattr(torch, dtype), rule) for what, dtype, rule in fields["casts"])
             fields["estimate"], fields["plain"] = (Estimate(**fields[name]) for name in ("estimate", "plain"))

@@ -182,7 +182,7 @@ def store_table(directory: object, described: dict[str, Any]) -> Table:
 
 
 def sweep_points(sweep: str, memory: str | None, machine: Machine) -> list[Any]:
-    """What a sweep goes through: layers, rows, or amounts of memory, each twice the one before."""
+    """What a sweep goes through: layers, rows, amounts of memory, or ranks."""
     if sweep == "depth":
         return [12, 24, 48, 96, 192, 384]
     if sweep == "batch":
@@ -190,7 +190,9 @@ def sweep_points(sweep: str, memory: str | None, machine: Machine) -> list[Any]:
     if sweep == "memory":
         most = parse_bytes(memory) if memory is not None else machine.memory.get("device", machine.memory["host"])
         return [most >> i for i in reversed(range(6))]
-    raise PackhorseError(f"--sweep is {sweep!r}, expected depth, batch or memory")
+    if sweep == "ranks":
+        return [1, 2, 4, 6, 8, 16, 32, 64, 128, 256, 512, 1024]
+    raise PackhorseError(f"--sweep is {sweep!r}, expected depth, batch, memory or ranks")
 
 
 SweepRow = tuple[Any, Plan | None, str]  # the point, its plan, or why there is none
@@ -211,7 +213,8 @@ def sweep_table(sweep: str, model: str, machine: Machine, rows: Sequence[SweepRo
         found, plain = plan.estimate, plan.plain
         table.add_row(
             shown,
-            f"{plan.strategy}, {'disk' if plan.on_disk else 'RAM'}",
+            f"{plan.strategy}, {'disk' if plan.on_disk else 'RAM'}"
+            + (f", {plan.ranks.data} x {plan.ranks.pipeline}" if plan.ranks.size > 1 else ""),
             str(plan.microbatches),
             str(len(plan.kept)),
             format_bytes(found.peak[tier]),

@@ -16,7 +16,8 @@ from packhorse.errors import ScheduleError
 KINDS: dict[str, tuple[str, bool, bool]] = {
     "F": ("run a segment forward", True, True),
     "R": ("run it forward again, from what was stashed, to have its graph", True, True),
-    "B": ("run it backward", True, True),
+    "B": ("run it backward; where a W follows, only to its inputs", True, True),
+    "W": ("the gradients of its parameters, which B left for later", True, True),
     "FETCH": ("start to bring its parameters to the device", True, False),
     "EVICT": ("let them go", True, False),
     "STASH": ("move what it made away from the device", True, True),
@@ -28,7 +29,8 @@ KINDS: dict[str, tuple[str, bool, bool]] = {
     "RECVG": ("start to receive the gradients it needs from other ranks", True, True),
     "SENDG": ("start to send the gradients it made of its inputs to the ranks they belong to", True, True),
     "LOSS": ("the losses are known here: start to tell all ranks", False, False),
-    "REDUCE": ("its gradients are complete on this rank: start to sum them over replicas", True, False),
+    "REDUCE": ("its gradients are complete on this rank: they are to be summed over replicas", True, False),
+    "SUM": ("start to sum a piece of them, which the second number tells", True, True),
     "PASS": ("start to send its gradients of parameters that another rank updates", True, False),
     "TAKE": ("start to receive gradients of parameters that are updated here from other ranks", True, False),
     "TELL": ("when its update is done: send parameters that other ranks use too", True, False),
@@ -112,9 +114,9 @@ def forward(num_segments: int, num_microbatches: int) -> list[Action]:
 
 
 class Turn(NamedTuple):
-    """What a rank of a pipeline does at a time: all segments of a stage on a microbatch, forward or backward."""
+    """What a rank of a pipeline does at a time: all segments of a stage on a microbatch, F, B or W."""
 
-    backward: bool
+    kind: str
     stage: int
     microbatch: int
 
@@ -125,65 +127,83 @@ def pipeline(
     num_microbatches: int,
     backward: Collection[int],
     ahead: int = 0,
+    *,
+    splits: bool = False,
+    group: int = 1,
 ) -> list[list[Action]]:
     """For every rank the order in which it runs its stages, of which each `num_ranks`-th is its own.
 
     One forward, one backward: a rank runs a backward as soon as it can, and otherwise a forward, but has no more
     microbatches under way than it takes to keep all ranks busy, and `ahead` more for each rank behind it, which hide the
     time of messages. With several stages a rank, microbatches go through each in groups of as many as there are ranks.
+
+    With `splits`, a backward leaves the gradients of parameters for later: others wait only for those of its inputs, and
+    what is left fills the time in which a rank would wait itself. Microbatches go in groups of `group`, all of them through a
+    segment before the next, as in a relay: then what a segment needs is brought once for all of them.
     """
     has_backward = [any(s in backward for s in stage) for stage in stages]
     lists: list[list[Action]] = []
-    for turns in _take_turns(num_ranks, has_backward, num_microbatches, ahead):
+    for turns in _take_turns(num_ranks, has_backward, -(-num_microbatches // group), ahead, splits):
         actions: list[Action] = []
         for turn in turns:
             segments = stages[turn.stage]
-            if turn.backward:
-                actions += [Action("B", s, turn.microbatch) for s in reversed(segments) if s in backward]
-            else:
-                actions += [Action("F", s, turn.microbatch) for s in segments]
+            if turn.kind != "F":
+                segments = [s for s in reversed(segments) if s in backward]
+            members = range(turn.microbatch * group, min((turn.microbatch + 1) * group, num_microbatches))
+            actions += [Action(turn.kind, s, k) for s in segments for k in members]
         lists.append(actions)
     return lists
 
 
-def _take_turns(num_ranks: int, has_backward: Sequence[bool], num_microbatches: int, ahead: int) -> list[list[Turn]]:
-    """Plays the pipeline with forwards that take 1 and backwards that take 2; who is free does what is ready."""
+def _take_turns(
+    num_ranks: int, has_backward: Sequence[bool], num_microbatches: int, ahead: int, splits: bool
+) -> list[list[Turn]]:
+    """Plays the pipeline with forwards that take 1 and backwards that take 2, in two halves with `splits`.
+
+    Who is free does what is ready.
+    """
     num_stages = len(has_backward)
+    lengths = {"F": 1, "B": 1, "W": 1} if splits else {"F": 1, "B": 2}
+    frees = "W" if splits else "B"  # what ends the life of a graph
     behind = [next((d for d in range(c + 1, num_stages) if has_backward[d]), None) for c in range(num_stages)]
     ends: dict[Turn, int] = {}
     turns: list[list[Turn]] = [[] for _ in range(num_ranks)]
     free = [0] * num_ranks
-    next_turn = {(b, c): 0 for c in range(num_stages) for b in (False, True) if not b or has_backward[c]}
+    next_turn = {(kind, c): 0 for c in range(num_stages) for kind in lengths if kind == "F" or has_backward[c]}
     limits = [_most_under_way(rank, num_ranks, num_stages, ahead) for rank in range(num_ranks)]
-    under_way = [0] * num_ranks
+    under_way, left = [0] * num_ranks, [0] * num_ranks  # forwards without their backwards; graphs
 
     def ready_at(turn: Turn) -> int | None:
         """None: what it waits for has no time yet."""
-        _, c, k = turn
-        if not turn.backward:
-            return 0 if c == 0 else ends.get(Turn(False, c - 1, k))
+        kind, c, k = turn
+        if kind == "F":
+            return 0 if c == 0 else ends.get(Turn("F", c - 1, k))
+        if kind == "W":
+            return ends.get(Turn("B", c, k))
         following = behind[c]
-        return ends.get(Turn(False, c, k) if following is None else Turn(True, following, k))
+        return ends.get(Turn("F", c, k) if following is None else Turn("B", following, k))
 
     def order_of(turn: Turn) -> tuple[int, int, int]:
         group = turn.microbatch // num_ranks if num_stages > num_ranks else 0
-        return group, (-turn.stage if turn.backward else turn.stage), turn.microbatch
+        return group, (turn.stage if turn.kind == "F" else -turn.stage), turn.microbatch
 
     while any(k < num_microbatches for k in next_turn.values()):
-        offers: list[tuple[int, bool, bool, tuple[int, int, int], int, Turn]] = []
-        for (b, c), k in next_turn.items():
-            turn, rank = Turn(b, c, k), c % num_ranks
+        offers: list[tuple[int, bool, int, tuple[int, int, int], int, Turn]] = []
+        for (kind, c), k in next_turn.items():
+            turn, rank = Turn(kind, c, k), c % num_ranks
             ready = ready_at(turn) if k < num_microbatches else None
             if ready is not None:
-                is_over = not b and has_backward[c] and under_way[rank] >= limits[rank]
-                offers.append((max(ready, free[rank]), is_over, not b, order_of(turn), rank, turn))
+                is_over = has_backward[c] and (under_way[rank] >= limits[rank] or left[rank] >= limits[0])
+                is_over = is_over and kind == "F"
+                offers.append((max(ready, free[rank]), is_over, "BFW".index(kind), order_of(turn), rank, turn))
         within = [offer for offer in offers if not offer[1]] or offers  # nobody may go on: one has more under way, then
         start, _, _, _, rank, turn = min(within)
-        free[rank] = ends[turn] = start + (2 if turn.backward else 1)
+        free[rank] = ends[turn] = start + lengths[turn.kind]
         turns[rank].append(turn)
-        next_turn[turn.backward, turn.stage] += 1
+        next_turn[turn.kind, turn.stage] += 1
         if has_backward[turn.stage]:
-            under_way[rank] += -1 if turn.backward else 1
+            under_way[rank] += (turn.kind == "F") - (turn.kind == "B")
+            left[rank] += (turn.kind == "F") - (turn.kind == frees)
     return turns
 
 
@@ -215,6 +235,7 @@ def check(
     """
     here = frozenset(range(num_segments) if local is None else local)
     state = _State(num_segments, num_microbatches, frozenset(backward) & here, moves, frozenset(parked), here, receives)
+    state.split = frozenset(s for kind, s, _ in actions if kind == "W" and s is not None)
     for i, action in enumerate(actions):
         reason = state.advance(action)
         if reason:
@@ -243,11 +264,14 @@ class _State:
         self.fetched: set[int] = set()
         self.forwards = [0] * num_segments  # microbatches run forward so far
         self.backwards = [0] * num_segments
+        self.split: frozenset[int] = frozenset()  # segments whose backward leaves something for later
+        self.rests = [0] * num_segments  # microbatches for which that is done
         self.graphs: set[tuple[int, int]] = set()
         self.away: set[tuple[str, int, int]] = set()  # stashed: values or gradients, segment, microbatch
         self.restored: set[tuple[str, int, int]] = set()
         self.received: set[tuple[str, int, int]] = set()
         self.passed: set[tuple[str, int]] = set()  # what was started once for a segment
+        self.summed: set[tuple[int, int]] = set()
         self.parked = set(before)
         self.normed = self.intended = False
         self.updated: set[int] = set()
@@ -259,12 +283,13 @@ class _State:
             return "nothing may follow COMMIT"
         if s is not None and not 0 <= s < self.num_segments:
             return f"there are {self.num_segments} segments"
-        if k is not None and not 0 <= k < self.num_microbatches:
+        if k is not None and kind != "SUM" and not 0 <= k < self.num_microbatches:
             return f"there are {self.num_microbatches} microbatches"
         of_microbatch: dict[str, Callable[[int, int], str]] = {
             "F": self._forward,
             "R": self._recompute,
             "B": self._backward,
+            "W": self._rest,
             "STASH": self._stash,
             "RESTORE": self._restore,
             "STASHG": self._stash_gradients,
@@ -273,6 +298,7 @@ class _State:
             "RECVG": partial(self._receive, "gradients"),
             "SEND": self._send,
             "SENDG": self._send_gradients,
+            "SUM": self._sum,
         }
         of_segment: dict[str, Callable[[int], str]] = {
             "FETCH": self._fetch,
@@ -358,6 +384,14 @@ class _State:
         self.restored.discard(("gradients", s, k))
         return self._needs(s)
 
+    def _rest(self, s: int, k: int) -> str:
+        if self.backwards[s] <= k:
+            return f"{s}B{k} has not run"
+        if self.rests[s] != k:
+            return f"microbatches pass a segment in order, and {self.rests[s]} is next"
+        self.rests[s] += 1
+        return self._needs(s)
+
     def _follows(self, s: int, later: int) -> bool:
         """Whether all segments between two are here, so that one needs what the other made."""
         return all(t in self.local for t in range(s, later))
@@ -373,6 +407,14 @@ class _State:
 
     def _send_gradients(self, s: int, k: int) -> str:
         return "" if self.backwards[s] > k else f"{s}B{k} has not run"
+
+    def _sum(self, s: int, piece: int) -> str:
+        if ("REDUCE", s) not in self.passed:
+            return f"segment {s} has not been reduced: its gradients are not complete"
+        if (s, piece) in self.summed:
+            return "it was summed before"
+        self.summed.add((s, piece))
+        return ""
 
     def _once(self, kind: str, s: int) -> str:
         """What concerns complete gradients or updated parameters, and is begun once."""
@@ -398,7 +440,7 @@ class _State:
         return ""
 
     def _restore(self, s: int, k: int) -> str:
-        if s and ("values", s - 1, k) not in self.away:
+        if s and s - 1 in self.local and ("values", s - 1, k) not in self.away:
             return f"what segment {s - 1} made of microbatch {k} is not stashed"
         if ("values", s, k) in self.restored:
             return "it is already restored"
@@ -436,7 +478,7 @@ class _State:
             return f"segment {s} has no gradient"
         if s in self.before:
             return ""
-        done = self.backwards[s]
+        done = self.rests[s] if s in self.split else self.backwards[s]
         return (
             "" if done == self.num_microbatches else f"its gradient is complete over {done} of {self.num_microbatches}"
         )

@@ -4,26 +4,26 @@ In: a graph, what the user fixed, a budget, a machine, and a way to make a `Case
 with the reasons; or a refusal that names the smallest budget that works and the cheapest change that makes it fit.
 """
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from pathlib import Path
-from typing import Literal
-
-import torch
-from torch import Tensor, nn
+from functools import cached_property
 
 from packhorse.case import Case
 from packhorse.errors import BudgetError, PackhorseError, PlanError
-from packhorse.estimate import MOST_MICROBATCHES, Choices, Estimate, estimate, estimate_plain, estimate_standing
+from packhorse.estimate import (
+    MOST_MICROBATCHES,
+    Choices,
+    Estimate,
+    estimate,
+    estimate_plain,
+    estimate_standing,
+    estimate_together,
+)
 from packhorse.graph import Graph
-from packhorse.layout import make_layout
-from packhorse.machine import Machine, find_machine, free_bytes
-from packhorse.memory import TYPICAL, Memory, Tier, read_budget, resident_bytes
-from packhorse.optimizer import Stepper
+from packhorse.machine import Machine, free_bytes
+from packhorse.memory import TYPICAL, Memory, Tier, resident_bytes
 from packhorse.partition import Partition, find_places, partition
-from packhorse.plan import Plan, Strategy, find_fingerprint, read_plan
+from packhorse.plan import Plan, find_fingerprint
 from packhorse.ranks.shape import ALONE, Ranks
 from packhorse.rehearse import Rehearsed
 from packhorse.units import format_bytes, format_seconds
@@ -33,6 +33,8 @@ ROOM = 0.95  # of a budget is spent on what only makes it faster
 WORTH = 0.97  # of the time, for what costs memory that need not be spent
 LONG = 1.0  # seconds of a step from which on it is worth running its segments beforehand
 REHEARSALS = 3
+PIECE_SECONDS = 0.01  # of sums over replicas: long beside what beginning one takes, short beside a step
+LEAST_PIECE, MOST_PIECE = 256 << 10, 32 << 20
 MOST_WAITING = 4  # updates that may wait for the disk
 EQUAL = 0.99  # a plan must beat another by that to be preferred to one that was tried before
 
@@ -51,6 +53,8 @@ class Wish:
     updates_ahead: int | None = None
     stash_bytes: int | None = None
     ranks: Ranks = ALONE
+    piece_bytes: int = 0  # of sums over replicas; 0: to be chosen, as is `pace`
+    pace: tuple[float, ...] = ()
     overlap: bool = True
 
     def __post_init__(self) -> None:
@@ -86,33 +90,34 @@ def choose(
     known then, until it stands.
     """
     rehearsed = Rehearsed()
-    case, plan = _choose(graph, case_of, wish, memory, machine, rehearsed, explain)
+    case, plan = choose_with(graph, case_of, wish, memory, machine, rehearsed, explain=explain)
     for _ in range(REHEARSALS):
-        if not _is_worth_running(case, plan, memory, machine) or not case.rehearse(
-            plan.rows, machine, resident=plan.is_resident
-        ):
+        if plan.ranks.size > 1 or not is_worth_running(case, plan, memory, machine):
+            break  # ranks that do it at once would measure each other
+        if not case.rehearse(plan.rows, machine, resident=plan.is_resident):
             break
         try:
-            case, plan = _choose(graph, case_of, wish, memory, machine, rehearsed, explain=False)
+            case, plan = choose_with(graph, case_of, wish, memory, machine, rehearsed, explain=False)
         except BudgetError:
             found = "run beforehand, its segments took more memory than reckoned: it may take more than planned"
             return case, replace(plan, reasons=(*plan.reasons, found))
     return case, plan
 
 
-def _is_worth_running(case: Case, plan: Plan, memory: Memory, machine: Machine) -> bool:
-    """Not for short steps, and not if a second process would break the budget."""
-    if not machine.is_here or plan.estimate.seconds < LONG or plan.ranks.size > 1:
-        return False  # ranks that do it at once would measure each other
+def is_worth_running(case: Case, plan: Plan, memory: Memory, machine: Machine) -> bool:
+    """Its segments, beforehand: not for short steps, and not if a second process would break the budget."""
+    if not machine.is_here or plan.estimate.seconds < LONG:
+        return False
     needed = resident_bytes() + TYPICAL
     if machine.device == "cpu":
         needed += case.rehearsal_bytes(plan.rows, machine, resident=plan.is_resident)
     return needed <= _find_limits(case, memory, machine)["host"]
 
 
-def _choose(
-    graph: Graph, case_of: CaseOf, wish: Wish, memory: Memory, machine: Machine, rehearsed: Rehearsed, explain: bool
+def choose_with(
+    graph: Graph, case_of: CaseOf, wish: Wish, memory: Memory, machine: Machine, rehearsed: Rehearsed, *, explain: bool
 ) -> tuple[Case, Plan]:
+    """With what is known of segments that were run."""
     tried: list[_Search] = []
     for part in _partitions(graph, wish):
         case = replace(case_of(part), rehearsed=rehearsed)
@@ -226,6 +231,8 @@ class _Search:
 
     def _make(self, strategy: str, microbatches: int) -> Plan:
         case, wish = self.case, self.wish
+        rows = count_microbatches(case.partition.graph, case.batch_rows, microbatches)[1]
+        piece_bytes, pace = self._pace_sums(strategy, rows)
         plan = Plan(
             case.partition.graph.name,
             self.fingerprint,
@@ -233,7 +240,7 @@ class _Search:
             strategy,
             microbatches,
             case.batch_rows,
-            count_microbatches(case.partition.graph, case.batch_rows, microbatches)[1],
+            rows,
             tuple(place.index for place in case.partition.cuts),
             case.layout.differentiable,
             case.precision,
@@ -242,6 +249,9 @@ class _Search:
             case.rolls,
             parks=case.layout.parks() | (case.links.waits if case.links is not None else frozenset()),
             ranks=case.ranks,
+            piece_bytes=piece_bytes,
+            pieces=case.count_pieces(piece_bytes),
+            pace=pace,
             overlap=wish.overlap,
             casts=case.casts,
             state_bytes=case.state_bytes,
@@ -254,6 +264,22 @@ class _Search:
         )
         return self._price(plan)
 
+    def _pace_sums(self, strategy: str, rows: int) -> tuple[int, tuple[float, ...]]:
+        """Bytes of a piece of sums over replicas, and how many pass while each segment runs backward.
+
+        On devices streams wait for sums in the order in which they are begun, so there is no pace to keep.
+        """
+        case, machine, wish = self.case, self.machine, self.wish
+        if case.ranks.data == 1 or strategy == "relay" or machine.device != "cpu":
+            return 0, ()
+        if wish.pace:
+            return wish.piece_bytes, wish.pace
+        rate, others = machine.bandwidth["network"], case.ranks.data - 1
+        nbytes = min(max(int(PIECE_SECONDS * rate), LEAST_PIECE), MOST_PIECE)
+        seconds = 2 * others * (nbytes / case.ranks.data / rate + machine.latency)
+        prices = [case.price(s, rows, machine, resident=True) for s in range(len(case.partition.segments))]
+        return nbytes, tuple(price.backward / seconds for price in prices)
+
     def _reach_ahead(self) -> int:
         """Bytes fetched at a time: a segment and its neighbour, unless fetching is but a cast, by the thread that computes."""
         case = self.case
@@ -264,14 +290,56 @@ class _Search:
         """With its estimate; if it does not fit, only as far as that shows."""
         own = -(-plan.microbatches // plan.ranks.data)  # of this rank's replica
         walked = min(own, MOST_MICROBATCHES)
-        choices = Choices(plan.rows, own / walked, plan.is_resident, plan.kept, plan.stash_bytes, plan.updates_ahead)
+        choices = Choices(
+            plan.rows,
+            own / walked,
+            plan.is_resident,
+            plan.kept,
+            plan.stash_bytes,
+            plan.updates_ahead,
+            plan.overlap,
+        )
+        limits = None if to_the_end else self.limits
         found = estimate_standing(self.case, self.machine, choices)
         if to_the_end or _excess(found, self.limits) <= 0:
-            actions = plan.actions(walked, self.case.weights, self.case.links)
-            found = estimate(self.case, actions, self.machine, choices, None if to_the_end else self.limits)
-            idle = (plan.ranks.pipeline - 1) / plan.ranks.chunks / own  # while the pipeline fills and empties
-            found = replace(found, seconds=found.seconds * (1 + idle))
+            if plan.ranks.pipeline > 1:
+                found = self._price_pipeline(plan, own, replace(choices, times=1.0), limits)
+            else:
+                actions = plan.actions(walked, self.case.weights, self.case.links)
+                found = estimate(self.case, actions, self.machine, choices, limits)
         return replace(plan, estimate=found)
+
+    def _price_pipeline(
+        self, plan: Plan, microbatches: int, choices: Choices, limits: Mapping[Tier, int] | None
+    ) -> Estimate:
+        """Of a few microbatches for each stage, and what every further one adds; of one rank that exceeds a limit, if any."""
+        fewer, more = (min(microbatches, rounds * plan.ranks.num_stages) for rounds in (2, 3))
+
+        def walk(count: int) -> list[Estimate]:
+            lists = [plan.actions(count, case.weights, case.links) for case in self._cases]
+            return estimate_together(self._cases, lists, self.machine, choices, limits)
+
+        found = walk(more)
+        worst = max(found, key=lambda e: _excess(e, self.limits))
+        if _excess(worst, self.limits) > 0 and limits is not None:
+            return worst
+        place = 0 if self.case.links is None else self.case.links.place
+        seconds = max(e.seconds for e in found)
+        if more == microbatches:
+            return replace(found[place], seconds=seconds)
+        before = walk(fewer)
+        further = (microbatches - more) / (more - fewer)
+        return found[place].extended(before[place], further, seconds, max(e.seconds for e in before))
+
+    @cached_property
+    def _cases(self) -> list[Case]:
+        """Of all places in the pipeline."""
+        here, at = self.case.links.place if self.case.links is not None else 0, self.case.at
+        assert at is not None, "who plans a pipeline can make the case of every place"
+        return [
+            self.case if place == here else replace(at(place), rehearsed=self.case.rehearsed)
+            for place in range(self.case.ranks.pipeline)
+        ]
 
     def _fits(self, plan: Plan) -> bool:
         return self._excess(plan) <= 0
@@ -451,77 +519,3 @@ def _refuse(
 
 def _first_that_fits(case: Case, wish: Wish, machine: Machine, limits: Mapping[Tier, int]) -> Plan | None:
     return _Search(case, wish, machine, limits, has_budget=False).run()
-
-
-# -- without a trainer
-
-
-def make_plan(
-    graph: Graph,
-    machine: Machine | str | Path | None = None,
-    *,
-    memory: int | str | Memory | None = None,
-    strategy: Strategy = "auto",
-    microbatches: int | None = None,
-    on_disk: bool | None = None,
-    durability: str = "process",
-    update: Literal["eager", "deferred"] = "eager",
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = torch.optim.AdamW,
-    plan: Plan | str | Path | None = None,
-) -> Plan:
-    """How a captured model would be trained on a machine, here or elsewhere. Needs neither its memory nor the machine.
-
-    `on_disk` says where the model lives; None: in host memory if it fits there, else on disk. What `plan`, an earlier plan or
-    its file, pins is respected.
-    """
-    machine = find_machine(machine)
-    outline = _Outline(graph)
-    stepper = Stepper(optimizer([p for _, p in outline.named_parameters()]), outline)  # type: ignore[arg-type]  # names are all it asks for
-    wish = Wish(strategy, microbatches)
-    if plan is not None:
-        plan = read_plan(plan, graph)
-        if on_disk not in (None, plan.on_disk):
-            raise PlanError(
-                f"the plan is for a model {'on disk' if plan.on_disk else 'in RAM'}, but the other is asked"
-            )
-        wish, on_disk = wish.pinned_to(plan), plan.on_disk
-
-    def case_of(part: Partition, on_disk: bool) -> Case:
-        deferred = update == "deferred" or graph.precision == "fp16"
-        return Case(
-            part,
-            make_layout(outline, part, stepper, on_disk=on_disk, deferred=deferred),  # type: ignore[arg-type]  # likewise
-            graph.batch.rows,
-            graph.precision,
-            "deferred" if deferred else "eager",
-            on_disk,
-            resident_bytes() if machine.is_here else TYPICAL,
-            versions=1 if durability == "none" else 2,
-            may_roll=durability != "none",
-            stepper=stepper,
-        )
-
-    budget = read_budget(memory, machine.device)
-    search = partial(choose, graph, wish=wish, memory=budget, machine=machine)
-    if on_disk is not None:
-        return search(partial(case_of, on_disk=on_disk))[1]
-    with contextlib.suppress(BudgetError):
-        return search(partial(case_of, on_disk=False), explain=False)[1]
-    return search(partial(case_of, on_disk=True))[1]
-
-
-class _Outline:
-    """A model of which only the graph is there: its parameters and buffers by name, without values."""
-
-    def __init__(self, graph: Graph):
-        self._parameters = {
-            name: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.trainable)
-            for name, p in graph.parameters.items()
-        }
-        self._buffers = {n: torch.empty(b.shape, dtype=b.dtype, device="meta") for n, b in graph.buffers.items()}
-
-    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
-        return self._parameters.items()
-
-    def named_buffers(self) -> Iterable[tuple[str, Tensor]]:
-        return self._buffers.items()

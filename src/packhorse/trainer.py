@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from packhorse.arrange import Arrangement, arrange
 from packhorse.case import Case
 from packhorse.device import find_device
 from packhorse.errors import BatchError, PackhorseError, RanksError, StoreError
@@ -29,15 +30,14 @@ from packhorse.graph.graph import Mode
 from packhorse.layout import make_layout
 from packhorse.lowering import finish
 from packhorse.machine import Machine
-from packhorse.memory import Heap, Ledger, Memory, Pool, peak_resident_bytes, read_budget, resident_bytes
+from packhorse.memory import Heap, Ledger, Memory, Pool, give_back, peak_resident_bytes, read_budget, resident_bytes
 from packhorse.optimizer import Stepper, refuse_sparse
-from packhorse.partition import Partition, partition, partition_like
+from packhorse.partition import Partition, partition_like
 from packhorse.plan import Measured, Plan, Strategy, find_fingerprint, read_plan
 from packhorse.precision import LossScale, Precision, check_precision, list_casts
 from packhorse.ranks.identity import describe_batch, describe_function, describe_model, describe_values
 from packhorse.ranks.links import Links
 from packhorse.ranks.shape import Ranks
-from packhorse.ranks.stages import assign, cut_into_stages
 from packhorse.ranks.world import World, find_world
 from packhorse.running import Running
 from packhorse.schedule import check
@@ -112,17 +112,17 @@ class Trainer:
         self._graphs: dict[Any, Graph] = {}
         self._partitions: dict[int, Partition] = {}
         self._programs: dict[Any, Program] = {}
-        self._stage_cuts: tuple[int, ...] = ()
         self._ledger = Ledger()
         self._pool = Pool(self._ledger)
         self._device = find_device(device, self._pool)
         self._stepper = Stepper(optimizer, model)
         self._directory, self._run_name = store if isinstance(store, (str, Path)) else None, ""
-        if self._world is not None:
-            ranks = _choose_ranks(self._world, ranks, strategy)
-            self._run_name = name_of(ranks.data, ranks.pipeline, in_parts=strategy == "relay")
-            if self._directory is not None:
-                store = Path(self._directory) / self._run_name / f"rank{self._world.rank}"  # each has its own
+        if self._world is None and ranks is not None and ranks.size > 1:
+            ranks.check_size(1)
+        if self._world is None and strategy == "pipeline":
+            raise RanksError(
+                "strategy='pipeline' needs several processes: start the script with torchrun --nproc-per-node=2 or more"
+            )
         self._store: Store = _choose_store(store, durability)
         try:
             self._prepare(example, wish, plan, memory, resume, weights, overlap, ranks)
@@ -142,30 +142,41 @@ class Trainer:
         ranks: Ranks | None,
     ) -> None:
         """Captures, cuts, plans, fills the store; what a run left unfinished is finished first, the way it was begun."""
+        give_back()  # what making the model left behind
         budget, base = read_budget(memory, self._device.name), resident_bytes()
         if self._world is not None:
             self._agree(self._world, example, wish, ranks)
         graph = self._capture("train", example)
+        if plan is not None:
+            wish = wish.pinned_to(read_plan(plan, graph))
+        machine = self._measure_machine()
+        machine = machine.slowed(self._store.link.bytes_per_second).without_disk()  # the store sees to that itself
+        means = _Means(graph, budget, machine, max(base - _own_bytes(self.model), 0), overlap)
+        self._arrangement = Arrangement(wish)
+        if self._world is not None:
+            self._arrangement = self._arrange(self._world, means, wish, ranks)
         if self._store.holds_run:
             self._store.claim()
         versions = self._store.find_versions()
-        place = self._store.path if isinstance(self._store, DiskStore) else None
-        if self._world is not None and not self._world.is_first_here:
-            self._world.gather_objects(None)  # after the first of them: at once they would measure each other
-        machine = Machine.probe(place, device=self._device.name.partition(":")[0])
-        if self._world is not None and self._world.is_first_here:
-            self._world.gather_objects(None)
-        machine = machine.slowed(self._store.link.bytes_per_second).without_disk()  # the store sees to that itself
-        means = _Means(graph, budget, machine, max(base - _own_bytes(self.model), 0), overlap)
         journal = self._store.find_unfinished() if resume else None
         if journal is not None:
             self._finish(journal, means)
-        if plan is not None:
-            wish = wish.pinned_to(read_plan(plan, graph))
-        wish = self._arrange(graph, wish, ranks)
-        self._build(means, wish, versions, resume, weights)
+        self._build(means, self._arrangement.wish, versions, resume, weights)
         self._state.hand_over(self.model)
         _open.add(self)
+
+    def _measure_machine(self) -> Machine:
+        """Of ranks on one machine the first, the others after it: at once they would measure each other."""
+        world = self._world
+        if world is not None and not world.is_first_here:
+            world.gather_objects(None)
+        place = self._store.path if isinstance(self._store, DiskStore) else None
+        machine = Machine.probe(place, device=self._device.name.partition(":")[0])
+        if world is not None:
+            if world.is_first_here:
+                world.gather_objects(None)
+            machine = machine.linked(*world.measure())
+        return machine
 
     def _agree(self, world: World, example: Any, wish: Wish, ranks: Ranks | None) -> None:
         """Before anything is made: ranks that differ would wait for each other, or train another model each."""
@@ -180,62 +191,43 @@ class Trainer:
             }
         )
 
-    def _arrange(self, graph: Graph, wish: Wish, ranks: Ranks | None) -> Wish:
-        """Places for all ranks, and cuts between the stages of a pipeline beside those between blocks."""
-        if self._world is None:
-            if ranks is not None and ranks.size > 1:
-                ranks.check_size(1)
-            if wish.strategy == "pipeline":
-                raise RanksError(
-                    "strategy='pipeline' needs several processes: start the script with torchrun --nproc-per-node=2 or more"
+    def _arrange(self, world: World, means: "_Means", wish: Wish, ranks: Ranks | None) -> Arrangement:
+        """One rank decides for all; then every rank has its place, and a store of its own."""
+        found: Arrangement | PackhorseError | None = None
+        if world.rank == 0:
+            case_at = partial(self._make_case, means, None)
+            updated = frozenset(self._stepper.groups)
+            try:
+                found, _, _ = arrange(
+                    means.graph, case_at, updated, wish, means.budget, means.machine, world.size, ranks
                 )
-            return wish
-        assert ranks is not None, "chosen at the beginning"
-        self._world.arrange(ranks)
-        if ranks.pipeline > 1:
-            self._stage_cuts = cut_into_stages(graph, ranks)
-            within = [place.index for place in partition(graph).cuts] if wish.cuts is None else wish.cuts
-            wish = replace(wish, cuts=tuple(sorted({*within, *self._stage_cuts})))
-        return replace(wish, ranks=ranks)
+            except PackhorseError as error:
+                found = error
+        found = world.share(found, 0)
+        if isinstance(found, PackhorseError):
+            raise found
+        assert found is not None
+        world.arrange(found.ranks)
+        self._run_name = name_of(found.ranks.data, found.ranks.pipeline, in_parts=found.wish.strategy == "relay")
+        if self._directory is not None:
+            assert isinstance(self._store, DiskStore)
+            place = Path(self._directory) / self._run_name / f"rank{world.rank}"
+            self._store = DiskStore(place, durability=self._store.durability)
+        return found
 
     def _build(
         self, means: "_Means", wish: Wish, versions: int | None, resume: bool, weights: str | Path | None = None
     ) -> None:
         """From a graph to all that runs it."""
-        graph, on_disk = means.graph, self._store.on_disk
-        durable = isinstance(self._store, DiskStore) and self._store.durability != "none"
+        graph = means.graph
+        case_at = partial(self._make_case, means, versions)
+        place, updated = 0 if self._world is None else self._world.place, frozenset(self._stepper.groups)
 
         def case_of(part: Partition) -> Case:
-            links = self._find_links(part, wish.ranks)
-            local = None if links is None else links.local
-            case = Case(
-                part,
-                make_layout(
-                    self.model,
-                    part,
-                    self._stepper,
-                    on_disk=on_disk,
-                    deferred=self.deferred,
-                    local=local,
-                    part=(self._world.replica, wish.ranks.data)
-                    if self._world is not None and wish.strategy == "relay"
-                    else (0, 1),
-                ),
-                graph.batch.rows,
-                self.precision,
-                "deferred" if self.deferred else "eager",
-                on_disk,
-                means.base_bytes,
-                _own_bytes(self.model),
-                versions or 2,
-                versions == 1 and durable,
-                versions is None and self._world is None,
-                self._store.link.bytes_per_second is not None,
-                list_casts(self.model, self.precision),
-                self._stepper,
-                wish.ranks,
-                links,
-            )
+            if self._world is None:
+                case = case_at(part, wish, None)
+            else:
+                case = self._arrangement.case_of(case_at, place, updated)(part)
             is_tight = isinstance(self._store, DiskStore) and not self._store.has_room(case.disk_bytes)
             return case.rolling() if case.may_roll and is_tight else case
 
@@ -272,11 +264,41 @@ class Trainer:
         if self._world is not None and self._case.links is not None:
             self._executor.connect(Exchange(self._executor, self._world, self._case.links, self._pool))
 
-    def _find_links(self, part: Partition, ranks: Ranks) -> Links | None:
-        if self._world is None:
-            return None
-        owners = assign(part, self._stage_cuts, ranks.pipeline)
-        return Links(part, owners, self._world.place, frozenset(self._stepper.groups))
+    def _make_case(
+        self, means: "_Means", versions: int | None, part: Partition, wish: Wish, links: Links | None
+    ) -> Case:
+        """Of this process; with `links` of the rank that has them, with its part of each block where ranks share them."""
+        on_disk = self._store.on_disk
+        durable = isinstance(self._store, DiskStore) and self._store.durability != "none"
+        in_parts = links is not None and wish.strategy == "relay"
+        replica = 0 if self._world is None else self._world.replica
+        layout = make_layout(
+            self.model,
+            part,
+            self._stepper,
+            on_disk=on_disk,
+            deferred=self.deferred,
+            local=None if links is None else links.local,
+            part=(replica, wish.ranks.data) if in_parts else (0, 1),
+        )
+        return Case(
+            part,
+            layout,
+            means.graph.batch.rows,
+            self.precision,
+            "deferred" if self.deferred else "eager",
+            on_disk,
+            means.base_bytes,
+            _own_bytes(self.model),
+            versions or 2,
+            versions == 1 and durable,
+            versions is None and self._world is None,
+            self._store.link.bytes_per_second is not None,
+            list_casts(self.model, self.precision),
+            self._stepper,
+            wish.ranks,
+            links,
+        )
 
     def _finish(self, journal: Journal, means: "_Means") -> None:
         """Finishes a step that was interrupted, with its own batch, cuts and microbatches; nothing of that stays."""
@@ -626,7 +648,7 @@ class Trainer:
                 local=None if traffic is None or links is None else traffic.segments_of(links.place),
                 receives=((), ()) if traffic is None else traffic.receivers(),
             )
-            self._programs[key] = Program(part, actions, traffic)
+            self._programs[key] = Program(part, actions, traffic, self.plan.piece_bytes)
         return self._programs[key]
 
     # -- the store
@@ -802,14 +824,6 @@ def _go_back_to_common(world: World, store: DiskStore) -> None:
         )
     if own and own[0] != max(common):
         store.go_back()
-
-
-def _choose_ranks(world: World, ranks: Ranks | None, strategy: str) -> Ranks:
-    """As asked; else a pipeline if that is asked for, or replicas."""
-    if ranks is not None:
-        ranks.check_size(world.size)
-        return ranks
-    return Ranks(pipeline=world.size) if strategy == "pipeline" else Ranks(data=world.size)
 
 
 def _capture_once(world: World, make: Callable[[], Graph]) -> Graph:

@@ -28,6 +28,21 @@ def parse_bytes(text: str | int) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
+def parse_rate(text: str | float) -> float:
+    """Bytes a second from a number with a unit of bytes or bits; a plain number is bytes."""
+    if not isinstance(text, str):
+        return float(text)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(bit|b/s|bit/s|bps)\s*", text)
+    if match:
+        return float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[match[2].upper()] / 8
+    try:
+        return float(parse_bytes(text.removesuffix("/s")))
+    except PackhorseError:
+        raise PackhorseError(
+            f"{text!r} is no rate; write a number with a unit, such as 1Gbit, 200Mbit or 100MB (a second)"
+        ) from None
+
+
 def format_seconds(seconds: float) -> str:
     for limit, unit, scale in ((1e-3, "us", 1e6), (1.0, "ms", 1e3), (120.0, "s", 1.0), (7200.0, "min", 1 / 60)):
         if seconds < limit:

@@ -86,6 +86,13 @@ class Updater:
             gradient.let_go()
         self.parked[block.name] = gradient
 
+    def add_parked(self, gradient: Gradient) -> None:
+        """What waits of it, if anything does, waits no longer."""
+        before = self.parked.pop(gradient.block.name, None)
+        if before is not None:
+            gradient.fill_all()
+            self._fold(gradient, before)
+
     def _fold(self, gradient: Gradient, before: Gradient) -> None:
         """Adds what later segments found: (last + ... ) + this one; an addition of two is the same in either order."""
         block = gradient.block
@@ -245,18 +252,30 @@ class Updater:
         groups: Sequence[Group],
         advanced: dict[tuple[str, str], Tensor],
     ) -> None:
-        """Steps elements `start` to `stop` of a block, tile by tile."""
+        """Steps elements `start` to `stop` of a block: large tensors tile by tile, small ones several at a time."""
         flats = {kind: loan.ready.result() for kind, loan in loans.items() if kind != GRADIENT}
+        waiting: list[_Tile] = []
+
+        def step() -> None:
+            self.stepper.step(groups, [tile.piece for tile in waiting])
+            for tile in waiting:
+                self._take_states(block, tile, start, flats, advanced)
+            waiting.clear()
+
         for slot, a, b in _inside(block, start, stop):
             if slot.name not in present:
                 continue
             size = b - a if block.whole or not self.stepper.is_tileable(slot.name) else TILE
             for at in range(a, b, size):
                 end = min(at + size, b)
-                piece = _sum(gradient, parked, loans.get(GRADIENT), slot, at, end, start)
+                gradient_part = _sum(gradient, parked, loans.get(GRADIENT), slot, at, end, start)
                 if scale is not None:
-                    piece.mul_(scale)
-                self._step_tile(block, slot, at, end, start, flats, piece, groups, advanced)
+                    gradient_part.mul_(scale)
+                waiting.append(self._make_tile(block, slot, at, end, start, flats, gradient_part))
+                if sum(tile.end - tile.at for tile in waiting) >= TILE:
+                    step()
+        if waiting:
+            step()
 
     def _read_ahead(
         self, block: Block, parked: Gradient | None
@@ -280,42 +299,58 @@ class Updater:
             for _, _, loans in waiting:
                 _return(loans.values())
 
-    def _step_tile(
-        self,
-        block: Block,
-        slot: Slot,
-        at: int,
-        end: int,
-        start: int,
-        flats: Mapping[str, Tensor],
-        gradient: Tensor,
-        groups: Sequence[Group],
-        advanced: dict[tuple[str, str], Tensor],
-    ) -> None:
-        """Steps a tensor, or elements `at` to `end` of it, in a chunk that begins at `start`."""
+    def _make_tile(
+        self, block: Block, slot: Slot, at: int, end: int, start: int, flats: Mapping[str, Tensor], gradient: Tensor
+    ) -> "_Tile":
+        """A tensor, or elements `at` to `end` of it, in a chunk that begins at `start`, with its states."""
         small = self.small[block.name]
-        kinds, whole = small.kinds[slot.name], (at, end) == (slot.start, slot.stop)
-
-        def cut(flat: Tensor) -> Tensor:
-            return slot.view(flat, start) if whole else flat[at - start : end - start]
-
+        whole = (at, end) == (slot.start, slot.stop)
+        master = _cut(flats[MASTER], slot, at, end, start)
         state: dict[str, Any] = {}
         if slot.name in small.started:
-            for kind in kinds:
-                stored = cut(flats[kind.name]) if kind.large else small.values[slot.name, kind.name].clone()
-                state[kind.name] = stored
+            for kind in small.kinds[slot.name]:
+                if kind.large:
+                    state[kind.name] = _cut(flats[kind.name], slot, at, end, start)
+                else:
+                    state[kind.name] = small.values[slot.name, kind.name].clone()
         else:
-            state = self.stepper.initial_state(cut(flats[MASTER]))
-        piece = Piece(
-            self.stepper.groups[slot.name], cut(flats[MASTER]), slot.shape_of(gradient) if whole else gradient, state
-        )
-        self.stepper.step(groups, [piece])
-        for kind in kinds:
-            value = piece.state[kind.name]
+            state = self.stepper.initial_state(master)
+        shaped = slot.shape_of(gradient) if whole else gradient
+        return _Tile(slot, at, end, Piece(self.stepper.groups[slot.name], master, shaped, state))
+
+    def _take_states(
+        self,
+        block: Block,
+        tile: "_Tile",
+        start: int,
+        flats: Mapping[str, Tensor],
+        advanced: dict[tuple[str, str], Tensor],
+    ) -> None:
+        """What a step left: large states in their chunk, where they may be already, small ones by themselves."""
+        slot = tile.slot
+        for kind in self.small[block.name].kinds[slot.name]:
+            value = tile.piece.state[kind.name]
             if not kind.large:
                 advanced[slot.name, kind.name] = value
-            elif value.data_ptr() != cut(flats[kind.name]).data_ptr():
-                cut(flats[kind.name]).copy_(value)
+                continue
+            stored = _cut(flats[kind.name], slot, tile.at, tile.end, start)
+            if value.data_ptr() != stored.data_ptr():
+                stored.copy_(value)
+
+
+@dataclass
+class _Tile:
+    """A tensor, or elements `at` to `end` of its block, ready to be stepped."""
+
+    slot: Slot
+    at: int
+    end: int
+    piece: Piece
+
+
+def _cut(flat: Tensor, slot: Slot, at: int, end: int, start: int) -> Tensor:
+    """Elements of a tensor in a chunk that begins at `start`; all of it in its own shape."""
+    return slot.view(flat, start) if (at, end) == (slot.start, slot.stop) else flat[at - start : end - start]
 
 
 @contextlib.contextmanager

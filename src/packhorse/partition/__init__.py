@@ -4,7 +4,7 @@ from packhorse.partition.code import Code
 from packhorse.partition.constraints import Constraint, Place, find_constraints, find_live, find_places
 from packhorse.partition.footprint import Footprint, find_footprint
 from packhorse.partition.partition import Partition, find_first_uses, partition, partition_like
-from packhorse.partition.segment import Segment
+from packhorse.partition.segment import Rest, Segment
 
 __all__ = [
     "Code",
@@ -12,6 +12,7 @@ __all__ = [
     "Footprint",
     "Partition",
     "Place",
+    "Rest",
     "Segment",
     "find_constraints",
     "find_first_uses",

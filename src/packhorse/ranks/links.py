@@ -7,7 +7,7 @@ others' gradients come there, each added to those behind it, and what becomes of
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -36,6 +36,12 @@ class Links:
     @cached_property
     def traffic(self) -> Traffic:
         return Traffic(self.partition, self.owners)
+
+    def moved_to(self, place: int) -> "Links":
+        """Those of another rank of the same pipeline."""
+        moved = replace(self, place=place)
+        moved.__dict__["traffic"] = self.traffic  # found once for all
+        return moved
 
     def traffic_of(self, partition: Partition) -> Traffic:
         """For another graph of the same model, cut at the same places."""

@@ -6,6 +6,7 @@ Everything returns something to wait for; nothing here waits by itself but what 
 
 import atexit
 import os
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from torch import Tensor
 from packhorse.errors import RanksError
 from packhorse.ranks.shape import Ranks
 
+PROBE = 2 << 20  # bytes, to see how fast ranks talk
+PINGS = 5
 PATIENCE = "PACKHORSE_PATIENCE"  # in the environment: seconds that a rank waits for another
 
 
@@ -30,10 +33,11 @@ class Work:
         self._kept = kept  # the buffers, which must live until it is over
 
     def wait(self) -> None:
-        if self._work is None:
+        work = self._work  # another thread may wait for it too
+        if work is None:
             return
         try:
-            self._work.wait()
+            work.wait()
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0]
             raise RanksError(
@@ -56,6 +60,7 @@ class World:
         self._gathers: Any = None
         self._facts: Any = None  # among replicas too, but not behind their sums
         self._ways: dict[bool, Any] = {}
+        self.sent_bytes = 0  # by this rank, for training: messages, and its part in sums and gathers
 
     def arrange(self, ranks: Ranks) -> None:
         """From now on ranks have places. All must call it."""
@@ -93,9 +98,30 @@ class World:
         """On its machine."""
         return os.environ.get("LOCAL_RANK", str(self.rank)) == "0"
 
+    def measure(self) -> tuple[float, float]:
+        """(bytes a second, seconds of latency) between ranks, as a ring of all of them sees it. All must call it."""
+        steps = 2 * (self.size - 1)
+        empty = self._time_sum(1, PINGS)
+        filled = self._time_sum(PROBE, 2)
+        rate = PROBE * steps / self.size / max(filled - empty, 1e-6)
+        found = self.gather_objects((rate, empty / steps))
+        return min(rate for rate, _ in found), max(latency for _, latency in found)
+
+    def _time_sum(self, nbytes: int, times: int) -> float:
+        """The shortest of a few, after one that does not count."""
+        tensor, seconds = torch.zeros(-(-nbytes // 4), device=_find_device_type()), []
+        for _ in range(1 + times):
+            started = time.perf_counter()
+            with self._told():
+                dist.all_reduce(tensor)
+                float(tensor[0])  # devices work ahead
+            seconds.append(time.perf_counter() - started)
+        return min(seconds[1:])
+
     # -- along the pipeline
 
     def send(self, buffer: Tensor, place: int, tag: int, *, backward: bool) -> Work:
+        self.sent_bytes += buffer.nbytes
         work = dist.isend(buffer, group=self._ways[backward], group_dst=place, tag=tag)
         return Work(work, f"rank {self.rank}: a message to stage {place}", buffer)
 
@@ -107,18 +133,24 @@ class World:
 
     def sum(self, flat: Tensor) -> Work:
         """Over all replicas of this stage, in place. All must ask in the same order."""
+        self._count_ring(flat, rounds=2)
         work = dist.all_reduce(flat, group=self._sums, async_op=True)
         return Work(work, f"rank {self.rank}: a sum of gradients", flat)
 
     def sum_parts(self, part: Tensor, whole: Tensor) -> Work:
         """This replica's part of the sum over all; parts are equal. All must ask in the same order."""
+        self._count_ring(whole)
         work = dist.reduce_scatter_tensor(part, whole, group=self._sums, async_op=True)
         return Work(work, f"rank {self.rank}: a sum of gradients", part, whole)
 
     def gather_parts(self, whole: Tensor, part: Tensor) -> Work:
         """All replicas' parts, one behind another. All must ask in the same order."""
+        self._count_ring(whole)
         work = dist.all_gather_into_tensor(whole, part, group=self._gathers, async_op=True)
         return Work(work, f"rank {self.rank}: parts of parameters", whole, part)
+
+    def _count_ring(self, whole: Tensor, rounds: int = 1) -> None:
+        self.sent_bytes += rounds * whole.nbytes * (self.ranks.data - 1) // self.ranks.data
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """That of every replica, in order. Waits."""

@@ -1,0 +1,188 @@
+"""Arrangements: how several ranks share the work, found before anything is made.
+
+In: a graph, how many ranks, what the user fixed, a budget, a machine, and a way to make the `Case` of any rank. Out: a `Wish`
+that leaves nothing open about ranks: replicas x stages, the order of a pipeline, how many microbatches are under way, the cuts
+between stages, and whether ranks keep all of the model, stream it, or have a stage each. The fastest that fits every rank.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from packhorse.case import Case
+from packhorse.errors import BudgetError, MachineError, PackhorseError, RanksError
+from packhorse.graph import Graph
+from packhorse.machine import Machine
+from packhorse.memory import Memory
+from packhorse.partition import Partition, partition
+from packhorse.plan import Plan
+from packhorse.ranks.links import Links
+from packhorse.ranks.shape import Ranks
+from packhorse.ranks.stages import assign, cut_into_stages
+from packhorse.rehearse import Rehearsed
+from packhorse.search import REHEARSALS, CaseOf, Wish, choose_with, is_worth_running
+
+MOST_AHEAD = 3  # microbatches that may hide the time of a message
+MOST_STAGES = 64
+GROUPS = (1, 2, 4, 8)  # microbatches that go through a stage at a time
+WORTH = 0.99  # of the time, for an arrangement that is less simple, or takes more memory
+
+# A case, and which segments it runs: of a rank at a place in the pipeline; its links, if it has others to talk to.
+CaseAt = Callable[[Partition, Wish, Links | None], Case]
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """What is wished, with ranks, strategy and cuts; and the stages' cuts among those."""
+
+    wish: Wish
+    stage_cuts: tuple[int, ...] = ()
+    seconds: float = 0.0  # of a step, as planned
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.wish.ranks
+
+    def links_at(self, part: Partition, place: int, updated: frozenset[str]) -> Links:
+        return Links(part, assign(part, self.stage_cuts, self.ranks.pipeline), place, updated)
+
+    def case_of(self, case_at: CaseAt, place: int, updated: frozenset[str]) -> CaseOf:
+        """What makes the case of the rank at a place; of others in the pipeline, whose links are the same but for that."""
+
+        def make(part: Partition) -> Case:
+            links = self.links_at(part, place, updated)
+            at = None if self.ranks.pipeline == 1 else lambda other: case_at(part, self.wish, links.moved_to(other))
+            return replace(case_at(part, self.wish, links), at=at)
+
+        return make
+
+
+def lay_out(graph: Graph, wish: Wish, ranks: Ranks) -> Arrangement:
+    """With cuts between the stages of a pipeline beside those between blocks."""
+    if ranks.pipeline == 1:
+        return Arrangement(replace(wish, ranks=ranks))
+    stage_cuts = cut_into_stages(graph, ranks)
+    within = [place.index for place in partition(graph).cuts] if wish.cuts is None else wish.cuts
+    cuts = tuple(sorted({*within, *stage_cuts}))
+    return Arrangement(replace(wish, cuts=cuts, ranks=ranks, strategy="pipeline"), stage_cuts)
+
+
+def arrange(
+    graph: Graph,
+    case_at: CaseAt,
+    updated: frozenset[str],
+    wish: Wish,
+    memory: Memory,
+    machine: Machine,
+    size: int,
+    ranks: Ranks | None = None,
+) -> tuple[Arrangement, Case, Plan]:
+    """For `size` ranks, or for `ranks` as the user arranged them; and the first rank's case and plan.
+
+    Segments are run beforehand where that is worth it, by whoever calls this, while the others wait.
+    """
+    if "network" not in machine.bandwidth:
+        raise MachineError(f"it is not known how fast ranks on {machine} talk to each other; say it (network=...)")
+    rehearsed = Rehearsed()
+    best = _find_best(graph, case_at, updated, wish, memory, machine, size, ranks, rehearsed)
+    for _ in range(REHEARSALS):
+        _, case, plan = best
+        if not is_worth_running(case, plan, memory, machine):
+            break
+        if not case.rehearse(plan.rows, machine, resident=plan.is_resident):
+            break
+        best = _find_best(graph, case_at, updated, wish, memory, machine, size, ranks, rehearsed)
+    return best
+
+
+def _find_best(
+    graph: Graph,
+    case_at: CaseAt,
+    updated: frozenset[str],
+    wish: Wish,
+    memory: Memory,
+    machine: Machine,
+    size: int,
+    ranks: Ranks | None,
+    rehearsed: Rehearsed,
+) -> tuple[Arrangement, Case, Plan]:
+    best: tuple[Arrangement, Case, Plan] | None = None
+    refusals: list[BudgetError | RanksError] = []
+    tried: list[tuple[str, Ranks]] = []
+    for streamed in (False, True):  # what does not fit in any other way goes through memory layer to layer
+        for strategy, candidate in _candidates(graph, wish, size, ranks, streamed=streamed):
+            tried.append((strategy, candidate))
+            try:
+                laid_out = lay_out(graph, replace(wish, strategy=strategy), candidate)
+                case_of = laid_out.case_of(case_at, 0, updated)
+                case, plan = choose_with(graph, case_of, laid_out.wish, memory, machine, rehearsed, explain=False)
+            except (BudgetError, RanksError) as error:
+                refusals.append(error)
+                continue
+            if best is None or plan.estimate.seconds < WORTH * best[2].estimate.seconds:
+                decided = replace(laid_out.wish.pinned_to(plan), piece_bytes=plan.piece_bytes, pace=plan.pace)
+                best = replace(laid_out, wish=decided, seconds=plan.estimate.seconds), case, plan
+        if best is not None:
+            return best
+    raise _refuse(graph, case_at, updated, wish, memory, machine, rehearsed, tried, refusals)
+
+
+def _refuse(
+    graph: Graph,
+    case_at: CaseAt,
+    updated: frozenset[str],
+    wish: Wish,
+    memory: Memory,
+    machine: Machine,
+    rehearsed: Rehearsed,
+    tried: Sequence[tuple[str, Ranks]],
+    refusals: Sequence[PackhorseError],
+) -> PackhorseError:
+    """Of several ways, what the one says that takes least memory; it is asked to explain itself."""
+    too_large = [way for way, error in zip(tried, refusals, strict=True) if isinstance(error, BudgetError)]
+    if not too_large:
+        return refusals[0]
+    strategy, candidate = too_large[-1]
+    last = lay_out(graph, replace(wish, strategy=strategy), candidate)
+    try:
+        choose_with(graph, last.case_of(case_at, 0, updated), last.wish, memory, machine, rehearsed, explain=True)
+    except BudgetError as error:
+        return error
+    return refusals[-1]
+
+
+def _candidates(
+    graph: Graph, wish: Wish, size: int, ranks: Ranks | None, *, streamed: bool
+) -> Iterator[tuple[str, Ranks]]:
+    """(strategy, ranks): the simplest first; `streamed`, those that take less memory than any other."""
+    if ranks is None and wish.strategy == "pipeline":
+        ranks = Ranks(pipeline=size)
+    shapes = [ranks] if ranks is not None else list(_shapes(graph, wish, size))
+    for shape in shapes:
+        if shape.pipeline > 1:
+            yield from (("pipeline", way) for way in _ways(shape, streamed=streamed))
+        elif not streamed and wish.strategy in ("auto", "resident"):
+            yield "resident", shape
+    for shape in shapes:
+        if not streamed and shape.pipeline == 1 and wish.strategy in ("auto", "relay"):
+            yield "relay", shape
+
+
+def _shapes(graph: Graph, wish: Wish, size: int) -> Iterator[Ranks]:
+    """Replicas only first; then stages, up to as many as the model has places for, and replicas of those."""
+    for pipeline in range(1, min(size, MOST_STAGES) + 1):
+        data = size // pipeline
+        is_possible = data * pipeline == size and data <= graph.batch.rows
+        if is_possible and (pipeline == 1 or wish.strategy == "auto"):
+            yield Ranks(data=data, pipeline=pipeline)
+            if pipeline > 1:
+                yield Ranks(data=data, pipeline=pipeline, order="zero-bubble")
+
+
+def _ways(ranks: Ranks, *, streamed: bool) -> Iterator[Ranks]:
+    """To run a pipeline: how many more microbatches are under way, or how many at a time go through a stage."""
+    if streamed:
+        if ranks.group is None and ranks.order == "1f1b":
+            yield from (replace(ranks, ahead=ranks.ahead or 0, group=group) for group in GROUPS)
+        return
+    for ahead in range(MOST_AHEAD + 1) if ranks.ahead is None else (ranks.ahead,):
+        yield replace(ranks, ahead=ahead, group=ranks.group or 0)
