@@ -78,6 +78,7 @@ def test_optimizers(optimizer: str, where: str, tmp_path: Path, monkeypatch: pyt
     """With tiles and chunks so small that every matrix is cut."""
     monkeypatch.setattr("packhorse.store.blocks.UNIT", 4096)
     monkeypatch.setattr("packhorse.update.TILE", 1024)
+    monkeypatch.setattr("packhorse.optimizer.TILE", 1024)
     model = nn.Sequential(nn.Linear(49, 130), nn.ReLU(), nn.Linear(130, 80), nn.ReLU(), nn.Linear(80, 5))
     batches = [(torch.randn(8, 49), torch.randint(5, (8,))) for _ in range(STEPS)]
     loss = lambda output, batch: nn.functional.cross_entropy(output, batch[1])  # noqa: E731

@@ -22,7 +22,7 @@ from packhorse.rehearse import Rehearsed
 from packhorse.search import REHEARSALS, CaseOf, Wish, choose_with, is_worth_running
 
 MOST_AHEAD = 3  # microbatches that may hide the time of a message
-MOST_STAGES = 64
+MOST_STAGES = 32
 GROUPS = (1, 2, 4, 8)  # microbatches that go through a stage at a time
 WORTH = 0.99  # of the time, for an arrangement that is less simple, or takes more memory
 
@@ -108,16 +108,21 @@ def _find_best(
     best: tuple[Arrangement, Case, Plan] | None = None
     refusals: list[BudgetError | RanksError] = []
     tried: list[tuple[str, Ranks]] = []
+    counts: dict[tuple[int, int], int] = {}  # replicas, stages -> how many microbatches the first way to run them takes
     for streamed in (False, True):  # what does not fit in any other way goes through memory layer to layer
         for strategy, candidate in _candidates(graph, wish, size, ranks, streamed=streamed):
             tried.append((strategy, candidate))
+            shape = candidate.data, candidate.pipeline
+            count = counts.get(shape) if candidate.pipeline > 1 and not streamed else None
             try:
-                laid_out = lay_out(graph, replace(wish, strategy=strategy), candidate)
+                wanted = replace(wish, strategy=strategy, microbatches=wish.microbatches or count)
+                laid_out = lay_out(graph, wanted, candidate)
                 case_of = laid_out.case_of(case_at, 0, updated)
                 case, plan = choose_with(graph, case_of, laid_out.wish, memory, machine, rehearsed, explain=False)
             except (BudgetError, RanksError) as error:
                 refusals.append(error)
                 continue
+            counts.setdefault(shape, plan.microbatches)
             if best is None or plan.estimate.seconds < WORTH * best[2].estimate.seconds:
                 decided = replace(laid_out.wish.pinned_to(plan), piece_bytes=plan.piece_bytes, pace=plan.pace)
                 best = replace(laid_out, wish=decided, seconds=plan.estimate.seconds), case, plan

@@ -7,7 +7,7 @@ segment 7.
 
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from packhorse.errors import ScheduleError
@@ -141,7 +141,7 @@ def pipeline(
     what is left fills the time in which a rank would wait itself. Microbatches go in groups of `group`, all of them through a
     segment before the next, as in a relay: then what a segment needs is brought once for all of them.
     """
-    has_backward = [any(s in backward for s in stage) for stage in stages]
+    has_backward = tuple(any(s in backward for s in stage) for stage in stages)
     lists: list[list[Action]] = []
     for turns in _take_turns(num_ranks, has_backward, -(-num_microbatches // group), ahead, splits):
         actions: list[Action] = []
@@ -155,8 +155,9 @@ def pipeline(
     return lists
 
 
+@lru_cache(maxsize=32)  # every rank asks for its own
 def _take_turns(
-    num_ranks: int, has_backward: Sequence[bool], num_microbatches: int, ahead: int, splits: bool
+    num_ranks: int, has_backward: tuple[bool, ...], num_microbatches: int, ahead: int, splits: bool
 ) -> list[list[Turn]]:
     """Plays the pipeline with forwards that take 1 and backwards that take 2, in two halves with `splits`.
 

@@ -265,7 +265,7 @@ class Updater:
         for slot, a, b in _inside(block, start, stop):
             if slot.name not in present:
                 continue
-            size = b - a if block.whole or not self.stepper.is_tileable(slot.name) else TILE
+            size = b - a if block.whole or not self.stepper.is_tileable(slot.name) else self.stepper.tile(slot.name)
             for at in range(a, b, size):
                 end = min(at + size, b)
                 gradient_part = _sum(gradient, parked, loans.get(GRADIENT), slot, at, end, start)
