@@ -115,7 +115,7 @@ def test_the_optimizer_is_timed_as_it_is() -> None:
 def test_a_rehearsal_that_breaks_the_budget_warns(
     graph: ph.Graph, asked: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search, "_is_worth_running", lambda *_: True)
+    monkeypatch.setattr(search, "is_worth_running", lambda *_: True)
     plan = ph.make_plan(graph, strategy="relay", memory=resident_bytes() + (150 << 20))
     assert asked and "may take more than planned" in plan.reasons[-1]
 

@@ -378,8 +378,8 @@ class _Search:
         Their gradients take memory. A second one is let wait wherever there is room: an update that now and then takes
         longer than the backward beside it, which no estimate tells, holds nothing up then.
         """
-        if not self.case.on_disk or self.wish.updates_ahead is not None:
-            return plan
+        if not self.case.on_disk or self.wish.updates_ahead is not None or plan.ranks.size > 1:
+            return plan  # with others all may wait: who waited for one could hold up the sum it waits for
         for count, worth in ((2, 1.0), (MOST_WAITING, WORTH)):
             tried = self._price(replace(plan, updates_ahead=count))
             if self._has_room(tried) and tried.estimate.seconds <= worth * plan.estimate.seconds:
