@@ -6,7 +6,7 @@ between stages, and whether ranks keep all of the model, stream it, or have a st
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from packhorse.case import Case
 from packhorse.errors import BudgetError, MachineError, PackhorseError, RanksError
@@ -36,7 +36,6 @@ class Arrangement:
 
     wish: Wish
     stage_cuts: tuple[int, ...] = ()
-    seconds: float = 0.0  # of a step, as planned
 
     @property
     def ranks(self) -> Ranks:
@@ -82,77 +81,69 @@ def arrange(
     """
     if "network" not in machine.bandwidth:
         raise MachineError(f"it is not known how fast ranks on {machine} talk to each other; say it (network=...)")
-    rehearsed = Rehearsed()
-    best = _find_best(graph, case_at, updated, wish, memory, machine, size, ranks, rehearsed)
+    way = _Way(graph, case_at, updated, memory, machine)
+    best = way.find_best(wish, size, ranks)
     for _ in range(REHEARSALS):
         _, case, plan = best
         if not is_worth_running(case, plan, memory, machine):
             break
         if not case.rehearse(plan.rows, machine, resident=plan.is_resident):
             break
-        best = _find_best(graph, case_at, updated, wish, memory, machine, size, ranks, rehearsed)
+        best = way.find_best(wish, size, ranks)
     return best
 
 
-def _find_best(
-    graph: Graph,
-    case_at: CaseAt,
-    updated: frozenset[str],
-    wish: Wish,
-    memory: Memory,
-    machine: Machine,
-    size: int,
-    ranks: Ranks | None,
-    rehearsed: Rehearsed,
-) -> tuple[Arrangement, Case, Plan]:
-    best: tuple[Arrangement, Case, Plan] | None = None
-    refusals: list[BudgetError | RanksError] = []
-    tried: list[tuple[str, Ranks]] = []
-    counts: dict[tuple[int, int], int] = {}  # replicas, stages -> how many microbatches the first way to run them takes
-    for streamed in (False, True):  # what does not fit in any other way goes through memory layer to layer
-        for strategy, candidate in _candidates(graph, wish, size, ranks, streamed=streamed):
-            tried.append((strategy, candidate))
-            shape = candidate.data, candidate.pipeline
-            count = counts.get(shape) if candidate.pipeline > 1 and not streamed else None
-            try:
+@dataclass(frozen=True)
+class _Way:
+    """From a candidate to its plan."""
+
+    graph: Graph
+    case_at: CaseAt
+    updated: frozenset[str]
+    memory: Memory
+    machine: Machine
+    rehearsed: Rehearsed = field(default_factory=Rehearsed)
+
+    def find_best(self, wish: Wish, size: int, ranks: Ranks | None) -> tuple[Arrangement, Case, Plan]:
+        best: tuple[Arrangement, Case, Plan] | None = None
+        refusals: list[tuple[Wish, Ranks, PackhorseError]] = []
+        counts: dict[tuple[int, int], int] = {}  # replicas, stages -> microbatches that the first way to run them takes
+        for streamed in (False, True):  # what does not fit in any other way goes through memory layer to layer
+            for strategy, candidate in _candidates(self.graph, wish, size, ranks, streamed=streamed):
+                shape = candidate.data, candidate.pipeline
+                count = counts.get(shape) if candidate.pipeline > 1 and not streamed else None
                 wanted = replace(wish, strategy=strategy, microbatches=wish.microbatches or count)
-                laid_out = lay_out(graph, wanted, candidate)
-                case_of = laid_out.case_of(case_at, 0, updated)
-                case, plan = choose_with(graph, case_of, laid_out.wish, memory, machine, rehearsed, explain=False)
-            except (BudgetError, RanksError) as error:
-                refusals.append(error)
-                continue
-            counts.setdefault(shape, plan.microbatches)
-            if best is None or plan.estimate.seconds < WORTH * best[2].estimate.seconds:
-                decided = replace(laid_out.wish.pinned_to(plan), piece_bytes=plan.piece_bytes, pace=plan.pace)
-                best = replace(laid_out, wish=decided, seconds=plan.estimate.seconds), case, plan
-        if best is not None:
-            return best
-    raise _refuse(graph, case_at, updated, wish, memory, machine, rehearsed, tried, refusals)
+                try:
+                    arrangement, case, plan = self.plan(wanted, candidate, explain=False)
+                except (BudgetError, RanksError) as error:
+                    refusals.append((wanted, candidate, error))
+                    continue
+                counts.setdefault(shape, plan.microbatches)
+                if best is None or plan.estimate.seconds < WORTH * best[2].estimate.seconds:
+                    decided = replace(arrangement.wish.pinned_to(plan), piece_bytes=plan.piece_bytes, pace=plan.pace)
+                    best = replace(arrangement, wish=decided), case, plan
+            if best is not None:
+                return best
+        raise self._refuse(refusals)
 
+    def plan(self, wish: Wish, ranks: Ranks, *, explain: bool) -> tuple[Arrangement, Case, Plan]:
+        """Of the first rank."""
+        found = lay_out(self.graph, wish, ranks)
+        case_of = found.case_of(self.case_at, 0, self.updated)
+        return found, *choose_with(
+            self.graph, case_of, found.wish, self.memory, self.machine, self.rehearsed, explain=explain
+        )
 
-def _refuse(
-    graph: Graph,
-    case_at: CaseAt,
-    updated: frozenset[str],
-    wish: Wish,
-    memory: Memory,
-    machine: Machine,
-    rehearsed: Rehearsed,
-    tried: Sequence[tuple[str, Ranks]],
-    refusals: Sequence[PackhorseError],
-) -> PackhorseError:
-    """Of several ways, what the one says that takes least memory; it is asked to explain itself."""
-    too_large = [way for way, error in zip(tried, refusals, strict=True) if isinstance(error, BudgetError)]
-    if not too_large:
-        return refusals[0]
-    strategy, candidate = too_large[-1]
-    last = lay_out(graph, replace(wish, strategy=strategy), candidate)
-    try:
-        choose_with(graph, last.case_of(case_at, 0, updated), last.wish, memory, machine, rehearsed, explain=True)
-    except BudgetError as error:
-        return error
-    return refusals[-1]
+    def _refuse(self, refusals: Sequence[tuple[Wish, Ranks, PackhorseError]]) -> PackhorseError:
+        """Of several ways, what the one says that takes least memory; it is asked to explain itself."""
+        too_large = [(wish, ranks) for wish, ranks, error in refusals if isinstance(error, BudgetError)]
+        if not too_large:
+            return refusals[0][2]
+        try:
+            self.plan(*too_large[-1], explain=True)
+        except BudgetError as error:
+            return error
+        return refusals[-1][2]
 
 
 def _candidates(

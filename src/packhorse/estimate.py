@@ -16,7 +16,7 @@ from packhorse.case import Case, count_uses, master_bytes, summed_bytes
 from packhorse.machine import Machine
 from packhorse.memory import IDLE, Tier
 from packhorse.price import Price, price_update
-from packhorse.ranks.links import Tie
+from packhorse.ranks.links import Links, Tie
 from packhorse.schedule import Action
 from packhorse.store import GRADIENT, MASTER, Block
 from packhorse.store.blocks import UNIT
@@ -589,6 +589,11 @@ class _Walk:
         replicas = self.case.ranks.data
         return nbytes * (replicas - 1) // replicas
 
+    @property
+    def _links(self) -> Links:
+        assert self.case.links is not None, "who has something to exchange has others"
+        return self.case.links
+
     def _recv(self, s: int, k: int) -> None:
         """Posted; it comes when it comes."""
 
@@ -601,7 +606,7 @@ class _Walk:
         self._post(s, k, backward=True)
 
     def _post(self, s: int, k: int, *, backward: bool) -> None:
-        traffic = self.case.links.traffic  # type: ignore[union-attr]  # who sends has them
+        traffic = self._links.traffic
         for number in traffic.sent_by(s, backward=backward):
             nbytes = int(traffic.parcel(number, self.choices.rows).nbytes * self.choices.times)
             self.mail[self._letter(number, k)] = self._exchange(self.now, nbytes)
@@ -629,24 +634,24 @@ class _Walk:
                 self._update(s, None)
 
     def _pass(self, s: int, _: None) -> None:
-        for tie in self.case.links.passes[s]:  # type: ignore[union-attr]  # likewise
+        for tie in self._links.passes[s]:
             self.mail[self._letter("TAKE", tie.number)] = self._exchange(self.now, summed_bytes(self._block(tie)))
 
     def _take(self, s: int, _: None) -> None:
-        for tie in self.case.links.takes[s]:  # type: ignore[union-attr]  # likewise
+        for tie in self._links.takes[s]:
             arrived = self.mail[self._letter("TAKE", tie.number)]
             name = self._block(tie).name
             self.summed[name] = max(arrived, self.summed.get(name, 0.0))
 
     def _tell(self, s: int, _: None) -> None:
-        for tie in self.case.links.tells[s]:  # type: ignore[union-attr]  # likewise
+        for tie in self._links.tells[s]:
             block = self._block(tie)
             self._end_update_of(block)
             start = max(self.now, self.pending.get(block.name, 0.0))
             self.mail[self._letter("HEAR", tie.number)] = self._exchange(start, master_bytes(block))
 
     def _hear(self, s: int, _: None) -> None:
-        for tie in self.case.links.hears[s]:  # type: ignore[union-attr]  # likewise
+        for tie in self._links.hears[s]:
             self.pending[self._block(tie).name] = self.mail[self._letter("HEAR", tie.number)]
 
     def _block(self, tie: Tie) -> Block:

@@ -438,8 +438,8 @@ class Executor:
             if name in task.program.results and name not in seeds and outputs[name].requires_grad:
                 seeds[name] = self._seed(task, k, outputs[name])
         if segment.index in task.program.split:
-            found, task.rests[segment.index, k] = segment.differentiate_inputs(fetched, leaves, outputs, seeds)
-            gradients.update(found)
+            rest = task.rests[segment.index, k] = Rest(segment, fetched, leaves, outputs, seeds)
+            gradients.update(rest.begin())
             return
         found = segment.differentiate(fetched, leaves, outputs, seeds)
         alone = _find_alone(found, (*leaves.values(), *outputs.values(), *seeds.values()))
@@ -449,7 +449,7 @@ class Executor:
     def _rest(self, task: Task, action: Action) -> None:
         """The gradients of parameters, which backward left for later."""
         segment, k = self._segment(task, action)
-        found = task.rests.pop((segment.index, k)).differentiate()
+        found = task.rests.pop((segment.index, k)).finish()
         self._add_up(task, segment, found, _find_alone(found, ()))
 
     def _add_up(self, task: Task, segment: Segment, found: dict[str, Tensor], alone: set[str]) -> dict[str, Tensor]:

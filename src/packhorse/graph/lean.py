@@ -43,7 +43,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]  # torch's own takes any
         likelihood, target, total = ctx.saved_tensors
         found = aten.nll_loss_backward(gradient, likelihood, target, None, *ctx.options, total)
         aten._log_softmax_backward_data.out(found, likelihood, 1, likelihood.dtype, out=found)

@@ -224,11 +224,7 @@ class Segment:
             for name, tensor in [*((n, parameters[n]) for n in self.parameters), *((n, inputs[n]) for n in self.inputs)]
             if tensor.requires_grad
         }
-        roots = {
-            name: tensor
-            for name, tensor in [*((n, outputs[n]) for n in self.outputs), *leaves.items()]
-            if name in gradients and tensor.requires_grad
-        }
+        roots = self.find_roots(leaves, outputs, gradients)
         if not roots or not leaves:
             return {}
         found = torch.autograd.grad(
@@ -236,23 +232,19 @@ class Segment:
         )
         return {name: gradient for name, gradient in zip(leaves, found, strict=True) if gradient is not None}
 
-    def differentiate_inputs(
-        self,
-        parameters: Mapping[str, Tensor],
-        inputs: Mapping[str, Tensor],
-        outputs: Mapping[str, Tensor],
-        gradients: Mapping[str, Tensor],
-    ) -> "tuple[dict[str, Tensor], Rest]":
-        """The same in two halves: gradients of inputs, and what is left to find those of parameters later, to the same bits."""
-        rest = Rest(self, parameters, inputs, outputs, gradients)
-        return rest.split(), rest
+    def find_roots(
+        self, leaves: Mapping[str, Tensor], outputs: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """What a backward starts from: outputs, and leaves that later segments read too."""
+        candidates = [*((name, outputs[name]) for name in self.outputs), *leaves.items()]
+        return {name: tensor for name, tensor in candidates if name in gradients and tensor.requires_grad}
 
     def __repr__(self) -> str:
         return f"Segment({self.index}: {', '.join(self.modules)})"
 
 
 class Rest:
-    """What a backward left for later: the gradients of a segment's parameters, for one microbatch.
+    """A backward in two halves: gradients of inputs, and, later, those of parameters, for one microbatch, to the same bits.
 
     Kernels run once for each half, on the same operands. torch's own pipelines find where the halves part, and so it is
     asked. Where no input needs a gradient, nothing is done before the second half.
@@ -271,16 +263,12 @@ class Rest:
         self._whole: tuple[Any, ...] | None = (parameters, inputs, outputs, gradients)
         self._groups: list[dict[str, Any]] = []
 
-    def split(self) -> dict[str, Tensor]:
+    def begin(self) -> dict[str, Tensor]:
         """Gradients of inputs."""
         assert self._whole is not None
         _, inputs, outputs, gradients = self._whole
         leaves = {n: inputs[n] for n in self._segment.inputs if inputs[n].requires_grad}
-        roots = {
-            name: tensor
-            for name, tensor in [*((n, outputs[n]) for n in self._segment.outputs), *leaves.items()]
-            if name in gradients and tensor.requires_grad
-        }
+        roots = self._segment.find_roots(leaves, outputs, gradients)
         if not leaves or not roots:
             return {}
         from torch.distributed.pipelining._backward import stage_backward_input
@@ -296,7 +284,7 @@ class Rest:
         """Leaves like parameters, which is what torch means."""
         return iter(self._weights.values())
 
-    def differentiate(self) -> dict[str, Tensor]:
+    def finish(self) -> dict[str, Tensor]:
         """Gradients of parameters."""
         if self._whole is not None:
             found = self._segment.differentiate(*self._whole)
