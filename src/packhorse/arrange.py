@@ -80,7 +80,9 @@ def arrange(
     Segments are run beforehand where that is worth it, by whoever calls this, while the others wait.
     """
     if "network" not in machine.bandwidth:
-        raise MachineError(f"it is not known how fast ranks on {machine} talk to each other; say it (network=...)")
+        raise MachineError(
+            f"it is not known how fast ranks on {machine} talk to each other; say it, such as network='1Gbit'"
+        )
     way = _Way(graph, case_at, updated, memory, machine)
     best = way.find_best(wish, size, ranks)
     for _ in range(REHEARSALS):

@@ -225,13 +225,6 @@ class Pool:
         self.ledger.add(self.tier, "idle buffers", -buffer.nbytes)
 
 
-def give_back() -> None:
-    """What was freed goes back to the system, as far as malloc can tell it from what is in use."""
-    trim = _find_in_libc("malloc_trim")
-    if trim is not None:
-        trim(0)
-
-
 def _find_in_libc(name: str) -> Callable[..., int] | None:
     """None where there is no glibc: memory is kept or returned as it pleases."""
     try:
@@ -250,13 +243,13 @@ class Heap:
     By default malloc returns every large piece at once, and each step faults the same gigabytes in again, page by page: a
     fifth of the time of a step on two cores. Kept, pieces of many sizes take up to twice the memory. Small pieces are kept
     in any case, and add up over many segments; `tidy`, asked often, gives back what lies idle when memory has grown so much
-    that what comes next would take the process above `ceiling`, the peak that was planned. `base` is what the process has
-    beside what is counted; None: what it has now.
+    that what comes next would take the process above `ceiling`, the peak that was planned. Of what the process
+    has now, `going` bytes are not its own: the model as it was given, before it goes to the store.
     """
 
-    def __init__(self, ledger: Ledger, plenty: bool, ceiling: int = 0, base: int | None = None):
+    def __init__(self, ledger: Ledger, plenty: bool, ceiling: int = 0, going: int = 0):
         self.ledger, self.plenty, self.ceiling = ledger, plenty, ceiling
-        self._base = self._floor = self._uncounted_bytes() if base is None else base
+        self._base = self._floor = self._uncounted_bytes() - going
         self._trim, set_option = _find_in_libc("malloc_trim"), _find_in_libc("mallopt")
         if plenty and set_option is not None:
             set_option(_MMAP_THRESHOLD, 1 << 30)

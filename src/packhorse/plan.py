@@ -182,6 +182,8 @@ class Plan:
         links = [f"{format_bytes(found.moved[k])} {k}" for k in ("up", "down") if k in found.moved]
         if links:
             lines["link"] = f"a step moves {', '.join(links)}"
+        if "network" in found.moved:
+            lines["network"] = f"a step sends {format_bytes(found.moved['network'])} to other ranks"
         speed = f", {self.batch_rows / found.seconds:.3g} rows a second" if found.seconds else ""
         lines["time"] = f"{format_seconds(found.seconds)} a step{speed}; busy: {_list(found.busy, format_seconds)}"
         shown = [f"{name + ':':<15} {text}" for name, text in lines.items()]

@@ -30,7 +30,7 @@ from packhorse.graph.graph import Mode
 from packhorse.layout import make_layout
 from packhorse.lowering import finish
 from packhorse.machine import Machine
-from packhorse.memory import Heap, Ledger, Memory, Pool, give_back, peak_resident_bytes, read_budget, resident_bytes
+from packhorse.memory import Heap, Ledger, Memory, Pool, peak_resident_bytes, read_budget, resident_bytes
 from packhorse.optimizer import Stepper, refuse_sparse
 from packhorse.partition import Partition, partition_like
 from packhorse.plan import Measured, Plan, Strategy, find_fingerprint, read_plan
@@ -142,7 +142,6 @@ class Trainer:
         ranks: Ranks | None,
     ) -> None:
         """Captures, cuts, plans, fills the store; what a run left unfinished is finished first, the way it was begun."""
-        give_back()  # what making the model left behind
         budget, base = read_budget(memory, self._device.name), resident_bytes()
         if self._world is not None:
             self._agree(self._world, example, wish, ranks)
@@ -246,7 +245,7 @@ class Trainer:
             KEPT, 0
         )  # half of it is enough: the rest is given back before it counts
         plenty = (means.budget.limit("host") or 0) > 2 * planned
-        heap = Heap(self._ledger, plenty=plenty, ceiling=planned - spare // 2, base=means.base_bytes)
+        heap = Heap(self._ledger, plenty=plenty, ceiling=planned - spare // 2, going=_own_bytes(self.model))
         self._state = ModelState(graph, self._layout, self._store, self._ledger, self._world, self._case.links)
         self._updater = Updater(self._store, self._stepper, self._state.small)
         self._open_store(resume, weights)
