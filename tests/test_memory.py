@@ -38,7 +38,20 @@ def test_little_that_lies_idle_and_what_will_be_used_again_stays(
     resident[0] += memory.LEEWAY
     heap.tidy(needed=MB)
     resident[0] += 50 * MB
-    heap.tidy(50 * MB, needed=MB)
+    heap.tidy(50 * MB)
     assert not trims
-    heap.tidy(49 * MB, needed=MB)
+    heap.tidy(49 * MB)
     assert len(trims) == 1
+
+
+def test_what_comes_next_needs_no_new_room_for_what_it_uses_again(
+    resident: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heap, trims = Heap(Ledger(), plenty=False, ceiling=200 * MB), []
+    monkeypatch.setattr(heap, "_trim", lambda _: trims.append(resident[0]))
+    resident[0] += 90 * MB
+    heap.tidy(50 * MB, needed=60 * MB)
+    assert not trims, "190 MB, and 10 MB that are new"
+    heap.tidy(50 * MB, needed=61 * MB)
+    heap.tidy(200 * MB, needed=101 * MB)  # no more is used again than lies idle
+    assert trims == [190 * MB] * 2

@@ -256,17 +256,22 @@ class Heap:
             set_option(_TRIM_THRESHOLD, (1 << 31) - 1)
 
     def tidy(self, reusable: int = 0, *, needed: int | None = None, computing: bool = False) -> None:
-        """Gives back what lies idle, if there is more than what will soon be `reusable`, and no room for what is `needed`.
+        """Gives back what lies idle, if what is `needed` next finds no room beside it; where that is not known, in any case.
 
-        While something is `computing`, what it uses looks idle too, so what is left then is no measure for the next time.
+        Of what lies idle, so much is `reusable` for what comes next. While something is `computing`, what it uses looks idle
+        too, so what is left then is no measure for the next time.
         """
-        if self._trim is None or self.plenty or self._uncounted_bytes() <= self._floor + LEEWAY + reusable:
+        idle = self._uncounted_bytes() - self._floor
+        if self._trim is None or self.plenty or idle <= LEEWAY:
             return
-        if needed is not None and resident_bytes() + needed <= self.ceiling:
+        if idle <= LEEWAY + reusable if needed is None else self._has_room(needed - min(reusable, idle)):
             return
         self._trim(0)
         if not computing:  # rising slowly: an update that is about to end may hold what no longer counts
             self._floor = max(min(self._uncounted_bytes(), self._floor + 2 * LEEWAY), self._base)
+
+    def _has_room(self, nbytes: int) -> bool:
+        return resident_bytes() + max(nbytes, 0) <= self.ceiling
 
     def _uncounted_bytes(self) -> int:
         """What the process has beside the tensors that are counted: code, records, and what malloc keeps."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -291,6 +292,8 @@ class _Company:
 
 
 def main() -> None:
+    with suppress(OSError):  # where memory runs out, this process is the one to go
+        Path("/proc/self/oom_score_adj").write_text("1000")
     graph, ranges, rows, resident, device, threads = pickle.load(sys.stdin.buffer)
     torch.set_num_threads(threads)
     print(json.dumps(run([Segment(graph, *place) for place in ranges], rows, resident, torch.device(device))))

@@ -21,7 +21,7 @@ from packhorse.estimate import (
 )
 from packhorse.graph import Graph
 from packhorse.machine import Machine, free_bytes
-from packhorse.memory import TYPICAL, Memory, Tier, resident_bytes
+from packhorse.memory import TYPICAL, Memory, Tier, available_bytes
 from packhorse.partition import Partition, find_places, partition
 from packhorse.plan import Plan, find_fingerprint
 from packhorse.ranks.shape import ALONE, Ranks
@@ -105,13 +105,13 @@ def choose(
 
 
 def is_worth_running(case: Case, plan: Plan, memory: Memory, machine: Machine) -> bool:
-    """Its segments, beforehand: not for short steps, and not if a second process would break the budget."""
+    """Its segments, beforehand, in a process of their own: not for short steps, and not where there is no room for it."""
     if not machine.is_here or plan.estimate.seconds < LONG:
         return False
-    needed = resident_bytes() + TYPICAL
+    needed = TYPICAL
     if machine.device == "cpu":
         needed += case.rehearsal_bytes(plan.rows, machine, resident=plan.is_resident)
-    return needed <= _find_limits(case, memory, machine)["host"]
+    return needed <= min(_find_limits(case, memory, machine)["host"], available_bytes())
 
 
 def choose_with(
