@@ -1,13 +1,20 @@
-"""Several ranks on slow links, one core each: what hides behind compute, beside the serial order and beside torch's own.
+"""Several ranks, one core each, on links as slow as one likes: what hides behind compute, beside the serial order and torch's own.
 
-    python benchmarks/ranks.py data       # two replicas of AlexNet, VGG16, ResNet50; links where messages are a share of a step
+    python benchmarks/ranks.py data       # two replicas of AlexNet, VGG16, ResNet50, beside DistributedDataParallel
+    python benchmarks/ranks.py pipeline   # GPTs as deep as GPT-2's, as a pipeline, and as replicas of one
+    python benchmarks/ranks.py standard   # the same stages by torch.distributed.pipelining, messages of 0, 35 and 70 ms
+    python benchmarks/ranks.py cuts       # automatic cuts beside an equal number of layers and 20 random ones
+    python benchmarks/ranks.py shards     # bytes of state of each of four ranks
+    python benchmarks/ranks.py kills      # 20 kills of random ranks at random moments
 
 Ranks run in network namespaces of their own (shaped.py; as root). All contenders live in the same processes and take turns.
+Every trainer also tells how long it had planned a step to take.
 """
 
 import argparse
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -20,10 +27,15 @@ from typing import Any
 from results_file import load, save
 
 SHARES = (0.1, 0.2, 0.3, 0.5)
+FREE = 10_000  # Mbit/s: no limit
+TIMED = 1.5  # seconds of steps that are timed together
+Job = dict[str, Any]
+
+# -- tasks: small enough for one core
 
 
-def make_image_task(name: str) -> tuple[Callable[[], Any], Any, Any]:
-    """(a model, a batch of both ranks, a loss): small enough for one core, large enough that gradients are megabytes."""
+def make_images(name: str) -> tuple[Callable[[], Any], Any, Any]:
+    """(a model, a batch of both ranks, a loss): with gradients of megabytes."""
     import torch
 
     from packhorse import models
@@ -34,42 +46,107 @@ def make_image_task(name: str) -> tuple[Callable[[], Any], Any, Any]:
         "vgg16": lambda: models.VGG16(100, width=0.25),
         "resnet50": lambda: models.ResNet50(100, width=0.5),
     }[name]
-    size, rows = {"alexnet": (224, 32), "vgg16": (64, 16), "resnet50": (96, 8)}[name]
+    size, rows = {"alexnet": (224, 32), "vgg16": (64, 32), "resnet50": (96, 16)}[name]
+    torch.manual_seed(1)
+    return make, (torch.randn(rows, 3, size, size), torch.randint(100, (rows,))), classify
+
+
+def make_text(layers: int, width: int, rows: int, context: int = 64) -> tuple[Callable[[], Any], Any, Any]:
+    import torch
+    import torch.nn.functional as F
+
+    config = {"layers": layers, "width": width, "context": context}
+    torch.manual_seed(1)
+    tokens = torch.randint(1000, (rows, context + 1))
+
+    def loss(logits: Any, batch: Any) -> Any:
+        return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+    return lambda: make_stack(**config), (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), loss
+
+
+def make_stack(layers: int, width: int, context: int) -> Any:
+    """A GPT whose head is not tied, so that a pipeline of torch's can run it too."""
+    from torch import nn
+
+    from packhorse.models.gpt import Block, Embedding, GPTConfig
+
+    config = GPTConfig(layers, 4, width, context, 1000)
+    blocks = [Block(config) for _ in range(layers)]
+    return nn.Sequential(Embedding(1000, width), *blocks, nn.LayerNorm(width), nn.Linear(width, 1000, bias=False))
+
+
+def make_task(job: Job) -> tuple[Callable[[], Any], Any, Any]:
+    import torch
+
+    make, batch, loss = make_images(job["model"]) if "model" in job else make_text(**job["text"])
 
     def build() -> Any:
         torch.manual_seed(0)
         return make()
 
-    torch.manual_seed(1)
-    return build, (torch.randn(rows, 3, size, size), torch.randint(100, (rows,))), classify
+    return build, batch, loss
 
 
-def make_contender(kind: str, build: Any, batch: Any, loss: Any) -> Callable[[], Any]:
-    import torch
-    import torch.distributed as dist
+# -- one rank
 
-    import packhorse as ph
 
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    if kind.startswith("packhorse"):
-        trainer = ph.Trainer(
+class Ours:
+    """A trainer; `options` are those of the contender: what `ph.Ranks` takes, `serial`, `stage_cuts`."""
+
+    def __init__(self, job: Job, options: dict[str, Any], build: Any, batch: Any, loss: Any):
+        import torch
+
+        import packhorse as ph
+        from packhorse import arrange
+
+        options = {**job.get("ranks", {}), **options}
+        serial, cuts = options.pop("serial", False), options.pop("stage_cuts", None)
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+        whole = arrange.cut_into_stages
+        if cuts is not None:
+            arrange.cut_into_stages = lambda *_: tuple(cuts)
+        ranks = ph.Ranks(**options)
+        self.batch = batch
+        self.trainer = ph.Trainer(
             model,
             optimizer,
             batch,
             loss=loss,
-            strategy="resident",
-            microbatches=2,
-            overlap="serial" not in kind,
-            ranks=ph.Ranks(data=2),
+            strategy="resident" if ranks.pipeline == 1 else "pipeline",
+            microbatches=job["microbatches"],
+            overlap=not serial,
+            ranks=ranks,
         )
-        return lambda: trainer.step(batch)
-    rank = dist.get_rank()
-    own = tuple(part.chunk(2)[rank] for part in batch)
+        arrange.cut_into_stages = whole
+
+    def __call__(self) -> None:
+        self.trainer.step(self.batch)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        plan = self.trainer.plan
+        return {
+            "planned_seconds": round(plan.estimate.seconds, 4),
+            "sent": plan.estimate.moved.get("network", 0),
+            "order": plan.ranks.order,
+            "ahead": plan.ranks.ahead,
+        }
+
+
+def make_alone(options: dict[str, Any], build: Any, batch: Any, loss: Any) -> Callable[[], None]:
+    """A plain loop over this rank's half; with `ddp` gradients are averaged, in buckets of so many MB."""
+    import torch
+    import torch.distributed as dist
+
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    own = tuple(part.chunk(dist.get_world_size())[dist.get_rank()] for part in batch)
     replica: Any = model
-    if kind != "alone":
-        options = {"bucket_cap_mb": float(kind.split()[1])} if len(kind.split()) > 1 else {}
-        replica = torch.nn.parallel.DistributedDataParallel(model, **options)
+    if options["ddp"] is not None:
+        buckets = {"bucket_cap_mb": options["ddp"]} if options["ddp"] else {}
+        replica = torch.nn.parallel.DistributedDataParallel(model, **buckets)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -79,8 +156,40 @@ def make_contender(kind: str, build: Any, batch: Any, loss: Any) -> Callable[[],
     return step
 
 
-def work(options: argparse.Namespace) -> None:
-    """One rank: contenders in turns; what it measured goes to a file."""
+def make_torch_pipeline(job: Job, build: Any, batch: Any, loss: Any) -> Callable[[], None]:
+    """torch.distributed.pipelining, each rank an equal number of blocks."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    rank, size, layers = dist.get_rank(), dist.get_world_size(), list(build())
+    middle = 1 + job["text"]["layers"] // 2
+    own = torch.nn.Sequential(*(layers[:middle] if rank == 0 else layers[middle:]))
+    optimizer = torch.optim.SGD(own.parameters(), lr=1e-3, momentum=0.9)
+    stage = PipelineStage(own, rank, size, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, job["microbatches"], loss_fn=lambda y, target: loss(y, (None, target)))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        if rank == 0:
+            schedule.step(batch[0])
+        else:
+            schedule.step(target=batch[1], losses=[])
+        optimizer.step()
+
+    return step
+
+
+def make_contender(job: Job, options: dict[str, Any], task: Any) -> Callable[[], Any]:
+    options = dict(options)
+    kind = options.pop("by")
+    if kind == "packhorse":
+        return Ours(job, options, *task)
+    return make_torch_pipeline(job, *task) if kind == "torch" else make_alone(options, *task)
+
+
+def work(job: Job, output: Path) -> None:
+    """Contenders in turns; what was measured goes to a file."""
     import torch
 
     torch.set_num_threads(1)
@@ -89,87 +198,296 @@ def work(options: argparse.Namespace) -> None:
     from packhorse.ranks.world import find_world
 
     find_world()
-    build, batch, loss = make_image_task(options.model)
-    steps = {kind: make_contender(kind, build, batch, loss) for kind in options.contenders}
-    for step in steps.values():
+    task = make_task(job)
+    steps = {name: make_contender(job, options, task) for name, options in job["contenders"].items()}
+    counts: dict[str, int] = {}
+    for name, step in steps.items():
         step()
-    seconds: dict[str, list[float]] = {kind: [] for kind in steps}
-    for _ in range(options.repeats):
-        for kind, step in steps.items():
+        dist.barrier()
+        started = time.perf_counter()
+        step()
+        seconds = [0.0]
+        if dist.get_rank() == 0:
+            seconds = [time.perf_counter() - started]
+        dist.broadcast_object_list(seconds)
+        counts[name] = max(2, round(TIMED / seconds[0]))
+    timed: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(job["repeats"]):
+        for name, step in steps.items():
             step()  # what the one before left under way is not this one's
             dist.barrier()
             started = time.perf_counter()
-            for _ in range(options.steps):
+            for _ in range(counts[name]):
                 step()
             dist.barrier()
-            seconds[kind].append((time.perf_counter() - started) / options.steps)
-    model = build()
-    nbytes = sum(p.nbytes for p in model.parameters())
-    Path(options.output).write_text(json.dumps({"seconds": seconds, "bytes": nbytes}))
+            timed[name].append(round((time.perf_counter() - started) / counts[name], 5))
+    facts = {name: step.facts for name, step in steps.items() if isinstance(step, Ours)}
+    output.write_text(json.dumps({"seconds": timed, "facts": facts}))
     os._exit(0)
 
 
-def run(model: str, contenders: list[str], mbit: float, options: argparse.Namespace) -> dict[str, Any]:
+# -- all of them
+
+
+def run(job: Job, mbit: float, size: int = 2) -> dict[str, Any]:
+    """Each rank has half of the two cores, or a part of one. The most that a rank sends is what counts."""
     from shaped import shaped
 
-    with tempfile.TemporaryDirectory() as directory, shaped(2, mbit) as places:
+    with tempfile.TemporaryDirectory() as directory, shaped(size, mbit) as places:
         children = []
         for rank, place in enumerate(places):
             output = Path(directory) / str(rank)
-            command = [sys.executable, __file__, "work", "--model", model, "--output", str(output)]
-            command += ["--repeats", str(options.repeats), "--steps", str(options.steps), "--contenders", *contenders]
-            environment = place.environment(rank, 2, places[0].address)
-            children.append(subprocess.Popen(["taskset", "-c", str(rank), *place.command(command)], env=environment))
+            command = [sys.executable, __file__, "work", "--job", json.dumps(job), "--output", str(output)]
+            environment = place.environment(rank, size, places[0].address)
+            command = ["taskset", "-c", str(rank % 2), *place.command(command)]
+            children.append(subprocess.Popen(command, env=environment))
         for child in children:
             if child.wait() != 0:
                 raise SystemExit("a rank failed")
-        return json.loads((Path(directory) / "0").read_text())
+        told = [json.loads((Path(directory) / str(rank)).read_text()) for rank in range(size)]
+    medians = {name: statistics.median(seconds) for name, seconds in told[0]["seconds"].items()}
+    facts = told[0]["facts"]
+    for name, found in facts.items():
+        found["sent"] = max(other["facts"][name]["sent"] for other in told)
+    return {"mbit": round(mbit, 1), "median seconds": medians, "facts": facts, "seconds": told[0]["seconds"]}
 
 
-def measure_data(options: argparse.Namespace) -> dict[str, Any]:
-    name = options.name or "ranks_data"
-    results = load(name) if options.further else {}
-    contenders = ["packhorse", "packhorse serial", "ddp", "ddp 1", "ddp 4", "alone"]
+def rate(nbytes: int, compute: float, share: float) -> float:
+    """Mbit/s at which so many bytes take that share of compute and messages one after the other."""
+    return 8e-6 * nbytes / (compute * share / (1 - share))
+
+
+def compare(found: dict[str, Any], free: dict[str, Any]) -> None:
+    """How much of what the serial order waits for messages is hidden, and how each fares against that order."""
+    medians = found["median seconds"]
+    serial, ours, unhindered = medians["serial"], medians["packhorse"], free["median seconds"]["packhorse"]
+    found["unhindered"] = unhindered
+    found["communication"] = round(1 - unhindered / serial, 3)
+    found["hidden"] = round((serial - ours) / (serial - unhindered), 3)
+    found["over serial"] = {name: round(serial / seconds, 3) for name, seconds in medians.items()}
+    found["planned / measured"] = {
+        name: round(facts["planned_seconds"] / medians[name], 3) for name, facts in found["facts"].items()
+    }
+
+
+def sweep(title: str, job: Job, size: int, options: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Over links on which messages take a share of the serial step."""
+    free = None
+    for share in options.shares:
+        place = f"{title}, communication {share:.0%}"
+        if place in results:
+            continue
+        if free is None:
+            ours = {"packhorse": job["contenders"]["packhorse"]}
+            free = run({**job, "contenders": ours}, FREE, size)
+            print(title, "unhindered", free["median seconds"], free["facts"], flush=True)
+        found = run(job, rate(free["facts"]["packhorse"]["sent"], free["median seconds"]["packhorse"], share), size)
+        compare(found, free)
+        results[place] = found
+        print(place, {k: v for k, v in found.items() if k not in ("seconds", "facts")}, flush=True)
+        save(options.name, results)
+
+
+def measure_data(options: argparse.Namespace, results: dict[str, Any]) -> None:
+    contenders: dict[str, Any] = {
+        "packhorse": {"by": "packhorse"},
+        "serial": {"by": "packhorse", "serial": True},
+        "ddp": {"by": "plain", "ddp": 0},
+        "ddp 1 MB": {"by": "plain", "ddp": 1},
+        "ddp 2 MB": {"by": "plain", "ddp": 2},
+        "ddp 4 MB": {"by": "plain", "ddp": 4},
+        "alone": {"by": "plain", "ddp": None},
+    }
     for model in options.models:
-        free = run(model, ["alone"], 10_000, options)
-        compute = statistics.median(free["seconds"]["alone"])
-        for share in options.shares:
-            title = f"{model}, communication {share:.0%}"
-            if title in results:
-                continue
-            mbit = 8e-6 * free["bytes"] / (compute * share / (1 - share))  # a ring of two sends as much as there is
-            found = run(model, contenders, mbit, options)
-            medians = {kind: statistics.median(seconds) for kind, seconds in found["seconds"].items()}
-            serial = medians["packhorse serial"]
-            results[title] = {
-                "mbit": round(mbit, 1),
-                "gradient bytes": found["bytes"],
-                "median seconds": {kind: round(value, 4) for kind, value in medians.items()},
-                "over serial": {kind: round(serial / value, 3) for kind, value in medians.items()},
-                "seconds": found["seconds"],
+        job = {
+            "model": model,
+            "ranks": {"data": 2},
+            "microbatches": 2,
+            "contenders": contenders,
+            "repeats": options.repeats,
+        }
+        sweep(model, job, 2, options, results)
+
+
+def measure_pipeline(options: argparse.Namespace, results: dict[str, Any]) -> None:
+    contenders = {"packhorse": {"by": "packhorse"}, "serial": {"by": "packhorse", "serial": True, "ahead": 0}}
+    for name, layers in (("medium", 24), ("large", 36), ("xl", 48)):
+        for data in (1, 2):
+            job = {
+                "text": {"layers": layers, "width": 96, "rows": 16 * data},
+                "ranks": {"data": data, "pipeline": 2},
+                "microbatches": 8 * data,
+                "contenders": contenders,
+                "repeats": options.repeats,
             }
-            print(title, results[title]["median seconds"], results[title]["over serial"], flush=True)
-            save(name, results)
-    return results
+            sweep(f"GPT-2 {name} depth, {data} x 2", job, 2 * data, options, results)
+
+
+def find_cuts(job: Job) -> tuple[list[int], int]:
+    """Nodes before which the model may be cut in two, and the one that gives both stages as many layers."""
+    import packhorse as ph
+    from packhorse.partition import find_places, partition
+
+    build, batch, loss = make_task(job)
+    graph = ph.capture(build(), batch, loss)
+    legal = [place.index for place in find_places(graph) if place.legal]
+    between = [place.index for place in partition(graph).cuts]
+    blocks = job["text"]["layers"]
+    return legal, between[(len(between) - blocks + 1) // 2 + blocks // 2 - 1] if blocks <= len(between) else between[0]
+
+
+def measure_standard(options: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Messages of some milliseconds; both by the same cut."""
+    text = {"layers": 8, "width": 256, "rows": 32, "context": 128}
+    job = {"text": text, "ranks": {"pipeline": 2}, "microbatches": 8, "repeats": options.repeats}
+    _, middle = find_cuts(job)
+    job["contenders"] = {"packhorse": {"by": "packhorse", "stage_cuts": [middle]}, "torch": {"by": "torch"}}
+    nbytes = text["rows"] // 8 * text["context"] * text["width"] * 4
+    for milliseconds in (0, 35, 70):
+        found = run(job, 8e-3 * nbytes / milliseconds if milliseconds else FREE)
+        medians = found["median seconds"]
+        found["over torch"] = round(medians["torch"] / medians["packhorse"], 3)
+        found["planned / measured"] = round(found["facts"]["packhorse"]["planned_seconds"] / medians["packhorse"], 3)
+        results[f"messages of {milliseconds} ms"] = found
+        print(milliseconds, {k: v for k, v in found.items() if k != "seconds"}, flush=True)
+        save(options.name, results)
+
+
+def measure_cuts(options: argparse.Namespace, results: dict[str, Any]) -> None:
+    """A model whose layers are not alike: an embedding, blocks, a head as costly as several of them."""
+    job = {
+        "text": {"layers": 8, "width": 128, "rows": 16},
+        "ranks": {"pipeline": 2},
+        "microbatches": 4,
+        "repeats": options.repeats,
+    }
+    legal, middle = find_cuts(job)
+    chosen = random.Random(0).sample(legal, 20)
+    job["contenders"] = {
+        "automatic": {"by": "packhorse"},
+        "equal layers": {"by": "packhorse", "stage_cuts": [middle]},
+        **{f"cut before {cut}": {"by": "packhorse", "stage_cuts": [cut]} for cut in sorted(chosen)},
+    }
+    found = run(job, FREE)
+    medians = found["median seconds"]
+    best = min((name for name in medians if name != "automatic"), key=lambda name: medians[name])
+    found["best of the others"] = best
+    found["automatic / best"] = round(medians["automatic"] / medians[best], 3)
+    results["two stages"] = found
+    print(medians, best, found["automatic / best"], flush=True)
+
+
+def measure_shards(options: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Of a GPT trained layer to layer, each rank with its part: on disk, and as the trainer counts it."""
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+    import torch
+    from launch import run_ranks
+
+    import packhorse as ph
+
+    torch.set_num_threads(1)
+    build, batch, loss = make_task({"text": {"layers": 4, "width": 128, "rows": 8}})
+
+    def train(store: Path | None, ranks: ph.Ranks | None) -> dict[str, int]:
+        model = build()
+        optimizer = torch.optim.AdamW(model.parameters())
+        with ph.Trainer(
+            model, optimizer, batch, loss=loss, strategy="relay", microbatches=8, store=store, ranks=ranks
+        ) as trainer:
+            trainer.step(batch)
+            return {"state": sum(block.all_nbytes for block in trainer._layout.blocks)}
+
+    def size_of(place: Path) -> int:
+        return sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
+
+    with tempfile.TemporaryDirectory(dir=options.directory) as directory:
+        one, four = Path(directory) / "one", Path(directory) / "four"
+        alone = train(one, None)["state"]
+        told = run_ranks(4, lambda _: train(four, ph.Ranks(data=4)))
+        on_disk = [size_of(place) for place in sorted(four.rglob("rank*"))]
+        results["relay x data 4"] = {
+            "state of one process": alone,
+            "of each rank": [entry["state"] for entry in told],
+            "largest / one": round(max(entry["state"] for entry in told) / alone, 4),
+            "files of one process": size_of(one),
+            "files of each rank": on_disk,
+            "largest files / one": round(max(on_disk) / size_of(one), 4),
+        }
+    print(results, flush=True)
+
+
+def measure_kills(options: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Any rank, at a random action: all must end, and go on to the numbers of an undisturbed run."""
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+    import torch
+    from launch import run_ranks
+    from test_rank_faults import train
+
+    import packhorse as ph
+
+    torch.set_num_threads(1)
+    chance = random.Random(0)
+    cases = [
+        ("relay x data 2", ph.Ranks(data=2), "relay"),
+        ("pipeline 2", ph.Ranks(pipeline=2), "pipeline"),
+        ("data 2 x pipeline 2", ph.Ranks(data=2, pipeline=2), "pipeline"),
+        ("data 2", ph.Ranks(data=2), "resident"),
+    ]
+    for title, ranks, strategy in cases:
+        ends: list[float] = []
+        differences = 0
+        with tempfile.TemporaryDirectory(dir=options.directory) as place:
+            directory = Path(place)
+            expected = run_ranks(ranks.size, lambda _, d=directory, r=ranks, s=strategy: train(d / "whole", r, s))
+            for i in range(options.kills // len(cases)):
+                store, victim, moment = directory / str(i), chance.randrange(ranks.size), chance.randrange(1, 120)
+
+                def disturbed(rank: int, store=store, victim=victim, moment=moment, r=ranks, s=strategy) -> Any:
+                    return train(store, r, s, moment if rank == victim else None)
+
+                started = time.perf_counter()
+                run_ranks(ranks.size, disturbed, expect_failure=True)
+                ends.append(round(time.perf_counter() - started, 1))
+                found = run_ranks(ranks.size, lambda _, d=store, r=ranks, s=strategy: train(d, r, s))
+                differences += any(
+                    not torch.equal(values[name], value)
+                    for values, wanted in zip(found, expected, strict=True)
+                    for name, value in wanted.items()
+                )
+        results[title] = {"kills": len(ends), "differences found": differences, "seconds until all ended": ends}
+        print(title, results[title], flush=True)
+        save(options.name, results)
+
+
+QUESTIONS = {
+    "data": measure_data,
+    "pipeline": measure_pipeline,
+    "standard": measure_standard,
+    "cuts": measure_cuts,
+    "shards": measure_shards,
+    "kills": measure_kills,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("question", choices=["data", "work"])
+    parser.add_argument("question", choices=[*QUESTIONS, "work"])
     parser.add_argument("--models", nargs="*", default=["alexnet", "vgg16", "resnet50"])
     parser.add_argument("--shares", nargs="*", type=float, default=list(SHARES))
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=3, help="that are timed together")
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--directory", help="where stores go")
     parser.add_argument("--further", action="store_true", help="what the result file does not have yet")
     parser.add_argument("--name", help="of the result file")
-    parser.add_argument("--model", help=argparse.SUPPRESS)
+    parser.add_argument("--job", help=argparse.SUPPRESS)
     parser.add_argument("--output", help=argparse.SUPPRESS)
-    parser.add_argument("--contenders", nargs="*", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.question == "work":
-        work(options)
-    else:
-        save(options.name or "ranks_data", measure_data(options))
+        work(json.loads(options.job), Path(options.output))
+    options.name = options.name or f"ranks_{options.question}"
+    results = load(options.name) if options.further else {}
+    QUESTIONS[options.question](options, results)
+    save(options.name, results)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import crash
-import packhorse.trainer
+import packhorse.tasks
 from packhorse.partition import hollow
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -37,7 +37,7 @@ def _blank_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
 def graphs_are_shared() -> Iterator[None]:
     """Tests of the same model share its graph: capture is tested elsewhere, and takes most of the time."""
     known: dict[Any, Any] = {}
-    original = packhorse.trainer.capture
+    original = packhorse.tasks.capture
 
     def capture(model: nn.Module, example: Any, loss: Any, **options: Any) -> Any:
         shapes = tuple((n, tuple(p.shape), p.requires_grad) for n, p in model.named_parameters())
@@ -48,7 +48,7 @@ def graphs_are_shared() -> Iterator[None]:
         return known[key]
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(packhorse.trainer, "capture", capture)
+    patch.setattr(packhorse.tasks, "capture", capture)
     yield
     patch.undo()
 
@@ -58,10 +58,10 @@ def graphs_are_shared() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def captured_once() -> Iterator[None]:
-    original = packhorse.trainer.capture
+    original = packhorse.tasks.capture
     crash.capture_once()
     yield
-    packhorse.trainer.capture = original  # type: ignore[attr-defined]
+    packhorse.tasks.capture = original  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")

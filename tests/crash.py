@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import packhorse as ph
-import packhorse.trainer
+import packhorse.tasks
 from packhorse.memory import Ledger, Pool
 from packhorse.store.files import FileSystem
 
@@ -111,7 +111,7 @@ def capture_once() -> None:
             known[type(model)] = original(model, *arguments, **options)
         return known[type(model)]
 
-    packhorse.trainer.capture = capture  # type: ignore[attr-defined]
+    packhorse.tasks.capture = capture  # type: ignore[attr-defined]
 
 
 def read_state(store: Path) -> tuple[int, dict[str, Tensor]]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import packhorse as ph
 import packhorse.checkpoint
-import packhorse.trainer
+import packhorse.tasks
 from crash import STEPS, assert_equal, make_trainer, read_state, train
 from packhorse.archive import check_store, describe_store, export_store, reclaim
 from packhorse.errors import StoreError
@@ -69,7 +69,7 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("shard", [100, 1 << 30])
 def test_save_and_load(tmp_path: Path, where: str, shard: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each tensor once, under its first name, in order of its dimensions; read again, all values are the same."""
-    monkeypatch.setattr(packhorse.trainer, "capture", ph.capture)
+    monkeypatch.setattr(packhorse.tasks, "capture", ph.capture)
     monkeypatch.setattr("packhorse.checkpoint.SHARD", shard)
     batch = (torch.randn(4, 8), torch.randn(4, 6))
     loss = lambda y, b: nn.functional.mse_loss(y, b[1])  # noqa: E731
@@ -130,7 +130,7 @@ def test_a_save_that_fails_leaves_the_old_one_whole(tmp_path: Path, monkeypatch:
 
 def test_buffers_read_from_files_have_the_models_own_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files in half precision are common; a batch norm's statistics stay what the model has."""
-    monkeypatch.setattr(packhorse.trainer, "capture", ph.capture)
+    monkeypatch.setattr(packhorse.tasks, "capture", ph.capture)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     halves = {name: t.half() if t.is_floating_point() else t for name, t in model.state_dict().items()}
     save_file(halves, tmp_path / "model.safetensors")

@@ -10,17 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import packhorse as ph
 import toys
 from launch import run_ranks
+from packhorse.archive import check_store, describe_store, export_store, reclaim
 
 STEPS = 4
 pytestmark = pytest.mark.usefixtures("graphs_are_shared")
 
 
 def train(
-    store: Path,
+    store: Path | ph.DiskStore,
     ranks: ph.Ranks | None,
     strategy: str,
     die_at: int | None = None,
@@ -118,6 +120,32 @@ def test_the_run_of_other_ranks_is_not_begun_beside(tmp_path: Path) -> None:
     run_ranks(2, lambda rank: train(tmp_path, ph.Ranks(data=2), "relay", steps=1))
     with pytest.raises(ph.StoreError, match="holds a run of 2 ranks at step 1; pass resume=True"):
         train(tmp_path, None, "relay", resume=False)
+
+
+def test_the_tools_know_the_stores_of_several_ranks(tmp_path: Path) -> None:
+    ranks = ph.Ranks(pipeline=2)
+    values, _ = run_ranks(2, lambda rank: train(ph.DiskStore(tmp_path), ranks, "pipeline", steps=2))
+    described = describe_store(tmp_path)
+    assert (described["step"], described["ranks"], described["closed"]) == (2, 2, True)
+    count, problems, compared = check_store(tmp_path)
+    assert count >= described["bytes"]["master"] and not problems and compared
+    (checkpoint,) = export_store(tmp_path, tmp_path / "out")
+    for name, value in load_file(checkpoint).items():
+        assert torch.equal(value, values[name]), name
+    with pytest.raises(ph.StoreError, match="a run of 2 ranks, whose earlier versions"):
+        reclaim(tmp_path)
+
+
+def test_parts_of_tensors_are_not_exported(tmp_path: Path) -> None:
+    run_ranks(2, lambda rank: train(tmp_path, ph.Ranks(data=2), "relay", steps=1))
+    with pytest.raises(ph.StoreError, match=r"no rank has all of .*resume the run with one process"):
+        export_store(tmp_path, tmp_path / "out")
+
+
+def test_ranks_need_two_versions(tmp_path: Path) -> None:
+    store = ph.DiskStore(tmp_path, versions=1)
+    for error in run_ranks(2, lambda rank: train(store, ph.Ranks(data=2), "relay"), expect_failure=True):
+        assert "several ranks need two" in error
 
 
 def test_torchrun_starts_them_again(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ between stages, and whether ranks keep all of the model, stream it, or have a st
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from packhorse.case import Case
 from packhorse.errors import BudgetError, MachineError, PackhorseError, RanksError
@@ -74,16 +74,19 @@ def arrange(
     machine: Machine,
     size: int,
     ranks: Ranks | None = None,
+    *,
+    rehearsed: Rehearsed | None = None,
 ) -> tuple[Arrangement, Case, Plan]:
     """For `size` ranks, or for `ranks` as the user arranged them; and the first rank's case and plan.
 
-    Segments are run beforehand where that is worth it, by whoever calls this, while the others wait.
+    Segments are run beforehand where that is worth it, by whoever calls this, while the others wait; what they took goes to
+    `rehearsed`.
     """
     if "network" not in machine.bandwidth:
         raise MachineError(
             f"it is not known how fast ranks on {machine} talk to each other; say it, such as network='1Gbit'"
         )
-    way = _Way(graph, case_at, updated, memory, machine)
+    way = _Way(graph, case_at, updated, memory, machine, Rehearsed() if rehearsed is None else rehearsed)
     best = way.find_best(wish, size, ranks)
     for _ in range(REHEARSALS):
         _, case, plan = best
@@ -104,7 +107,7 @@ class _Way:
     updated: frozenset[str]
     memory: Memory
     machine: Machine
-    rehearsed: Rehearsed = field(default_factory=Rehearsed)
+    rehearsed: Rehearsed
 
     def find_best(self, wish: Wish, size: int, ranks: Ranks | None) -> tuple[Arrangement, Case, Plan]:
         best: tuple[Arrangement, Case, Plan] | None = None

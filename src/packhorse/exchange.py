@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from packhorse.execute import Executor, Task
+from packhorse.execute import Executor
 from packhorse.gradient import Gradient
 from packhorse.memory import Pool
+from packhorse.program import Task
 from packhorse.ranks.links import Links, Tie
 from packhorse.ranks.post import Post
 from packhorse.ranks.shards import Gathering, take_own
@@ -23,7 +24,7 @@ from packhorse.ranks.traffic import Traffic
 from packhorse.ranks.world import Work, World
 from packhorse.schedule import Action
 from packhorse.store import MASTER, Block
-from packhorse.store.lane import ORDINARY, URGENT, Lane
+from packhorse.store.lane import URGENT, Lane
 
 
 class Exchange:
@@ -246,7 +247,7 @@ class Exchange:
             flat = torch.empty(block.numel, dtype=block.kinds[MASTER])
             work = self.post.receive_flat(flat, tie.place, 2 * tie.number + 1, backward=False)
             keep = partial(self._keep_block, block, flat)
-            self.executor.submit([block.name], [], keep, ORDINARY, after=self._waiting.submit(work.wait))
+            self.executor.submit([block.name], [], keep, URGENT, after=self._waiting.submit(work.wait))
 
     def _keep_block(self, block: Block, flat: Tensor) -> None:
         store = self.executor.store

@@ -5,15 +5,14 @@ store. One loop, one table from kind to handler; what is asynchronous returns a 
 """
 
 import contextlib
+import itertools
 import math
 import time
-from array import array
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,12 +21,10 @@ from packhorse.device import Arrival, Device
 from packhorse.errors import NumericsError
 from packhorse.fetched import Fetched
 from packhorse.gradient import Gradient
-from packhorse.graph import Ref
 from packhorse.keys import key_generator
-from packhorse.optimizer import Group
-from packhorse.partition import Partition, Rest, Segment
+from packhorse.partition import Rest, Segment
+from packhorse.program import Task, snapshot_name
 from packhorse.ranks.shards import Gathering
-from packhorse.ranks.traffic import Traffic
 from packhorse.running import Running
 from packhorse.schedule import Action, show
 from packhorse.state import ModelState
@@ -37,116 +34,6 @@ from packhorse.store.lane import ORDINARY, URGENT, Lane, gather, pass_on
 from packhorse.update import Boundary, Updater
 
 COMMIT = "commit"  # beside the names of blocks
-
-
-@dataclass(frozen=True)
-class Program:
-    """A partition and the list of actions that runs it; with the traffic between ranks, if they share it."""
-
-    partition: Partition
-    actions: Sequence[Action]
-    traffic: Traffic | None = None
-    piece_bytes: int = 0  # of sums over replicas; 0: each block is one
-
-    @cached_property
-    def kept(self) -> frozenset[tuple[int, int]]:
-        """Forwards whose graph lives until backward: no recomputation comes between."""
-        following: dict[tuple[int, int], str] = {}
-        kept = set()
-        for kind, s, k in reversed(self.actions):
-            if s is None or k is None:
-                continue
-            if kind == "F" and following.get((s, k)) == "B":
-                kept.add((s, k))
-            if kind in ("F", "R", "B"):
-                following[s, k] = kind
-        return frozenset(kept)
-
-    @cached_property
-    def split(self) -> frozenset[int]:
-        """Segments whose backward leaves the gradients of their parameters for later."""
-        return frozenset(s for kind, s, _ in self.actions if kind == "W" and s is not None)
-
-    @cached_property
-    def uses(self) -> defaultdict[int, Counter[str]]:
-        """By microbatch, how often each value is read by a forward, by a recomputation, or to be sent."""
-        uses: defaultdict[int, Counter[str]] = defaultdict(Counter)
-        for kind, s, k in self.actions:
-            if s is None or k is None:
-                continue
-            if kind in ("F", "R"):
-                uses[k].update(self.partition.segments[s].inputs)
-            if kind == "R":
-                uses[k].update(_snapshot_name(s, name) for name in self.written(s))
-            if kind == "SEND" and self.traffic is not None:
-                for number in self.traffic.sent_by(s, backward=False):
-                    uses[k].update(self.traffic.messages[number].names)
-        return uses
-
-    @cached_property
-    def results(self) -> frozenset[str]:
-        """Values the caller wants: the loss, or what the model returns."""
-        graph = self.partition.graph
-        return frozenset(graph.values[o].name for o in graph.outputs if isinstance(o, Ref))
-
-    def written(self, s: int) -> list[str]:
-        """Buffers that a segment advances."""
-        graph = self.partition.graph
-        return [name for name in self.partition.segments[s].buffers if graph.buffers[name].written]
-
-
-@dataclass
-class Microbatch:
-    """A slice of the batch: its tensors by name, its rows, its share of the loss, its number in the whole batch."""
-
-    inputs: dict[str, Tensor]
-    rows: int
-    share: float
-    number: int
-
-
-class Record(NamedTuple):
-    """One action as it ran, in seconds since the first."""
-
-    action: Action
-    start: float
-    end: float
-
-
-@dataclass
-class Task:
-    """What one walk of the list works on."""
-
-    program: Program
-    microbatches: Sequence[Microbatch]
-    step: int
-    training: bool = False
-    deferred: bool = False
-    groups: Sequence[Group] = ()
-    clip_norm: float | None = None
-    loss_scale: float = 1.0
-    values: list[dict[str, Any]] = field(default_factory=list)  # per microbatch: tensors, or arrivals of them
-    gradients: list[dict[str, Any]] = field(default_factory=list)
-    remaining: list[Counter[str]] = field(default_factory=list)
-    results: list[dict[str, Tensor]] = field(default_factory=list)
-    graphs: dict[tuple[int, int], tuple[dict[str, Tensor], dict[str, Tensor]]] = field(default_factory=dict)
-    rests: dict[tuple[int, int], Rest] = field(default_factory=dict)  # what backwards left for later
-    constants: dict[str, Tensor] = field(default_factory=dict)  # buffers that live in memory
-    buffers: dict[str, Tensor] = field(default_factory=dict)  # the written ones of them, as this step advances them
-    sums: dict[tuple[str, int], Gradient] = field(default_factory=dict)  # (block, segment) -> gradient so far
-    norms: dict[str, Tensor] = field(default_factory=dict)
-    scale: Tensor | None = None  # of the gradients, before an update
-    norm: float | None = None
-    overflowed: bool = False
-    loss: Tensor | None = None  # of all ranks, once it is known
-    intent: Mapping[str, Any] = field(default_factory=dict)  # with one version: what finishing the step would take
-    batch: Sequence[Tensor] = ()  # likewise
-    times: "array[float]" = field(default_factory=lambda: array("d"))
-
-    def records(self) -> list[Record]:
-        pairs = zip(self.times[::2], self.times[1::2], strict=True)
-        origin = self.times[0] if self.times else 0.0
-        return [Record(a, s - origin, e - origin) for a, (s, e) in zip(self.program.actions, pairs, strict=False)]
 
 
 class Others(Protocol):
@@ -203,6 +90,7 @@ class Executor:
         self.worker = Lane("packhorse-update", 1)
         self.pending: dict[str, Future[Any]] = {}  # block -> its update
         self.fetched: dict[int, Fetched] = {}
+        self._order = itertools.count(URGENT + 1)  # of fetches
         self.in_flight: set[Future[Any]] = set()  # updates, as far as they hold on to gradients
         self.running = running
         self.handlers = {
@@ -402,8 +290,8 @@ class Executor:
         s = segment.index
         kept = (s, k) in task.program.kept
         for name in task.program.written(s):
-            if task.remaining[k][_snapshot_name(s, name)]:  # a recomputation needs it as it was
-                task.values[k][_snapshot_name(s, name)] = task.buffers[name].clone()
+            if task.remaining[k][snapshot_name(s, name)]:  # a recomputation needs it as it was
+                task.values[k][snapshot_name(s, name)] = task.buffers[name].clone()
         leaves, outputs = self._run(task, segment, k, task.buffers, kept or (task.training and segment.needs_grad_mode))
         if kept:
             task.graphs[s, k] = (leaves, outputs)
@@ -417,7 +305,7 @@ class Executor:
         segment, k = self._segment(task, action)
         snapshots = {}
         for name in task.program.written(segment.index):
-            key = _snapshot_name(segment.index, name)
+            key = snapshot_name(segment.index, name)
             snapshots[name] = self._wait(task.values[k][key])
             task.remaining[k][key] -= 1
             self._let_go(task.values[k], task.remaining[k], key, k)
@@ -483,7 +371,9 @@ class Executor:
         trainable = {n for n in segment.parameters if task.training and graph.parameters[n].trainable}
         blocks, shards = self.layout.blocks_of(segment), self.layout.shards
         gathering = self.others.gathering if self.others is not None else None
-        fetched = Fetched(self.store, self.device, blocks, segment, trainable, self.pending, shards, gathering)
+        fetched = Fetched(
+            self.store, self.device, blocks, segment, trainable, self.pending, shards, gathering, next(self._order)
+        )
         self.fetched[action.segment] = fetched
         if not self.overlap:
             fetched.wait()
@@ -495,7 +385,7 @@ class Executor:
     def _stash(self, task: Task, action: Action) -> None:
         segment, k = self._segment(task, action)
         values, s = task.values[k], segment.index
-        names = [*segment.outputs, *(_snapshot_name(s, name) for name in task.program.written(s))]
+        names = [*segment.outputs, *(snapshot_name(s, name) for name in task.program.written(s))]
         for name in names:
             if name in values:
                 self._put((name, k), values.pop(name))
@@ -506,7 +396,7 @@ class Executor:
 
     def _restore(self, task: Task, action: Action) -> None:
         segment, k = self._segment(task, action)
-        snapshots = [_snapshot_name(segment.index, name) for name in task.program.written(segment.index)]
+        snapshots = [snapshot_name(segment.index, name) for name in task.program.written(segment.index)]
         for name in [*segment.inputs, *snapshots]:
             if name not in task.values[k] and (name, k) in self.stash:
                 task.values[k][name] = self._start(self.stash.get((name, k)))
@@ -602,7 +492,8 @@ class Executor:
         for together in [blocks] if self.store.rolls and blocks else [[block] for block in blocks]:
             members = [(block, self.hand_over(task, s, block)) for block in together]
             boundary = self._note_boundary(s) if self.store.rolls else None
-            job = partial(self.updater.update, members, task.groups, task.scale, boundary)
+            priority = URGENT if s == 0 else ORDINARY  # the next step begins with it, and reads ahead what follows
+            job = partial(self.updater.update, members, task.groups, task.scale, boundary, priority=priority)
             self.submit([b.name for b in together], [g for _, g in members if g is not None], job, s + 1)
 
     def _note_boundary(self, s: int) -> Boundary:
@@ -725,7 +616,3 @@ def _find_alone(found: Mapping[str, Tensor | None], others: Sequence[Tensor]) ->
         )
 
     return {name for name, tensor in found.items() if tensor is not None and is_alone(tensor)}
-
-
-def _snapshot_name(segment: int, buffer: str) -> str:
-    return f"{buffer} before segment {segment}"

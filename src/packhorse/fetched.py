@@ -30,7 +30,10 @@ class Fetched:
         pending: Mapping[str, "Future[Any]"],
         shards: Mapping[str, Shard],
         gathering: Gathering | None,
+        order: int,
     ):
+        """`order`: what is asked for first is needed first, also if it comes later, since its update is under way."""
+        self.order = order
         self.store, self.device, self.blocks = store, device, blocks
         self.shards, self.gathering = shards, gathering
         self.gathered: list[Future[Tensor]] = []
@@ -55,7 +58,7 @@ class Fetched:
                 answer.set_exception(failure)
                 return
             try:
-                loan = self.store.borrow(block, MASTER, urgent=True, dtype=block.working)
+                loan = self.store.borrow(block, MASTER, priority=self.order, dtype=block.working)
             except BaseException as error:  # called when an update ends, where nobody else would hear of it
                 answer.set_exception(error)
                 return

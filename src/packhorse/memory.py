@@ -162,11 +162,13 @@ class Pool:
 
     Together with those that wait unused they never take more than was once in use. What waits is given back, down to `IDLE`,
     when it has waited while `PATIENCE` others were taken for the same: the next layer takes at once what the last one gave,
-    but what only an embedding fills would lie idle while others need the memory.
+    but what only an embedding fills would lie idle while others need the memory. Where all `has_room` it waits on: the system
+    fills what it hands out with zeros, which takes longer than many a use of it.
     """
 
     def __init__(self, ledger: Ledger, tier: Tier = "host"):
         self.ledger, self.tier = ledger, tier
+        self.has_room: Callable[[], bool] = lambda: False
         self.mapped = self._in_use = self._most_in_use = self._idle = 0
         self._takes: Counter[str] = Counter()
         self._waiting: list[tuple[str, int, Tensor]] = []  # what for, and since which take of that kind
@@ -209,7 +211,15 @@ class Pool:
             self.ledger.add(self.tier, "idle buffers", buffer.nbytes)
             self._drop_old()
 
+    def shrink(self) -> None:
+        """Others need the memory."""
+        with self._lock:
+            while self._idle > IDLE:
+                self._drop()
+
     def _drop_old(self) -> None:
+        if self._idle <= IDLE or self.has_room():
+            return
         for entry in list(self._waiting):
             if self._idle > IDLE and self._takes[entry[0]] - entry[1] >= PATIENCE:
                 self._waiting = [other for other in self._waiting if other is not entry]
@@ -264,13 +274,14 @@ class Heap:
         idle = self._uncounted_bytes() - self._floor
         if self._trim is None or self.plenty or idle <= LEEWAY:
             return
-        if idle <= LEEWAY + reusable if needed is None else self._has_room(needed - min(reusable, idle)):
+        if idle <= LEEWAY + reusable if needed is None else self.has_room(needed - min(reusable, idle)):
             return
         self._trim(0)
         if not computing:  # rising slowly: an update that is about to end may hold what no longer counts
             self._floor = max(min(self._uncounted_bytes(), self._floor + 2 * LEEWAY), self._base)
 
-    def _has_room(self, nbytes: int) -> bool:
+    def has_room(self, nbytes: int) -> bool:
+        """Below the peak that was planned."""
         return resident_bytes() + max(nbytes, 0) <= self.ceiling
 
     def _uncounted_bytes(self) -> int:

@@ -160,8 +160,9 @@ def store_table(directory: object, described: dict[str, Any]) -> Table:
     """What `packhorse store ls` shows."""
     table = Table(title=Text(str(directory)), show_header=False, title_justify="left")
     held = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in described["bytes"].items())
+    ranks = f" by {described['ranks']} ranks" if described["ranks"] > 1 else ""
     rows = {
-        "step": f"{described['step']}, committed {described['committed']}",
+        "step": f"{described['step']}, committed {described['committed']}{ranks}",
         "model": f"{described['model']}: {format_count(described['elements'])} elements in {described['tensors']} tensors",
         "optimizer": described["optimizer"],
         "holds": held,

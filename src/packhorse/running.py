@@ -1,21 +1,23 @@
-"""Which segment runs, and what becomes of the heap when another takes over.
+"""Which segment runs, and what becomes of memory that lies idle when another takes over.
 
 What a segment leaves there is of use to a twin, and to no other.
 """
 
 from collections.abc import Callable
 
-from packhorse.memory import Heap
+from packhorse.memory import Heap, Pool
 from packhorse.partition import Segment
 
 
 class Running:
     """`find_need` says what a segment takes at most while it runs, with or without a graph; None: not known."""
 
-    def __init__(self, heap: Heap, find_need: Callable[[Segment, bool], int | None]):
-        self.heap, self._find_need = heap, find_need
+    def __init__(self, heap: Heap, find_need: Callable[[Segment, bool], int | None], pool: Pool | None = None):
+        self.heap, self._find_need, self.pool = heap, find_need, pool
         self.segment: Segment | None = None
         self._needed: int | None = None
+        if pool is not None:
+            pool.has_room = self.has_room
 
     def turn_to(self, segment: Segment, share: float, building: bool) -> None:
         """Compute goes to a segment, for `share` of the example's rows, `building` a graph or not."""
@@ -23,8 +25,14 @@ class Running:
         if before is segment:
             return
         self._needed = self._find_need(segment, building)
+        if self.pool is not None and not self.has_room():
+            self.pool.shrink()
         reusable = segment.parameter_nbytes + int(2 * share * sum(node.nbytes for node in segment.nodes))
         self.heap.tidy(reusable if are_twins(before, segment) else 0, needed=self._needed)
+
+    def has_room(self) -> bool:
+        """For all that the segment takes that runs, as if it had nothing yet."""
+        return self._needed is not None and self.heap.has_room(self._needed)
 
     def tidy_after(self, owner: Segment | None) -> None:
         """What worked for a segment beside compute is done: who would use again what it leaves?"""

@@ -80,16 +80,23 @@ class Wish:
 
 
 def choose(
-    graph: Graph, case_of: CaseOf, wish: Wish, memory: Memory, machine: Machine, *, explain: bool = True
+    graph: Graph,
+    case_of: CaseOf,
+    wish: Wish,
+    memory: Memory,
+    machine: Machine,
+    rehearsed: Rehearsed | None = None,
+    *,
+    explain: bool = True,
 ) -> tuple[Case, Plan]:
     """The fastest plan that fits. Without a budget a relay keeps nothing it need not keep.
 
     To `explain` a refusal takes as long as to find a plan.
 
     On this machine, where steps take long, the chosen plan's segments are run, and the choice is made anew with what is
-    known then, until it stands.
+    known then, until it stands. What was `rehearsed` before counts.
     """
-    rehearsed = Rehearsed()
+    rehearsed = Rehearsed() if rehearsed is None else rehearsed
     case, plan = choose_with(graph, case_of, wish, memory, machine, rehearsed, explain=explain)
     for _ in range(REHEARSALS):
         if plan.ranks.size > 1 or not is_worth_running(case, plan, memory, machine):

@@ -7,48 +7,49 @@ import atexit
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from packhorse.arrange import Arrangement, arrange
 from packhorse.case import Case
 from packhorse.device import find_device
-from packhorse.errors import BatchError, PackhorseError, RanksError, StoreError
+from packhorse.errors import PackhorseError, RanksError, StoreError
 from packhorse.estimate import KEPT
 from packhorse.exchange import Exchange
-from packhorse.execute import Executor, Microbatch, Program, Record, Task
-from packhorse.graph import Graph, Ref, Size, capture
-from packhorse.graph.graph import Mode
+from packhorse.execute import Executor
+from packhorse.graph import Graph
 from packhorse.layout import make_layout
 from packhorse.lowering import finish
 from packhorse.machine import Machine
 from packhorse.memory import Heap, Ledger, Memory, Pool, peak_resident_bytes, read_budget, resident_bytes
 from packhorse.optimizer import Stepper, refuse_sparse
-from packhorse.partition import Partition, partition_like
+from packhorse.partition import Partition
 from packhorse.plan import Measured, Plan, Strategy, find_fingerprint, read_plan
 from packhorse.precision import LossScale, Precision, check_precision, list_casts
+from packhorse.program import Microbatch, Program, Record, Task
 from packhorse.ranks.identity import describe_batch, describe_function, describe_model, describe_values
 from packhorse.ranks.links import Links
 from packhorse.ranks.shape import Ranks
 from packhorse.ranks.world import World, find_world
+from packhorse.rehearse import Rehearsed
+from packhorse.run import Home, Run, open_run
 from packhorse.running import Running
 from packhorse.schedule import check
-from packhorse.search import Wish, choose, count_microbatches
+from packhorse.search import Wish, choose
 from packhorse.state import ModelState, StateDict
 from packhorse.store import DiskStore, Journal, RamStore, Stash, Store
 from packhorse.store.disk import Durability, check_durability
-from packhorse.store.encode import decode, encode
-from packhorse.store.runs import Earlier, find_earlier, name_of
+from packhorse.store.encode import decode
+from packhorse.store.runs import name_of
+from packhorse.tasks import Loss, Tasks, mean_loss
 from packhorse.update import Updater
-from packhorse.weights import read_files, read_model
 
 logger = logging.getLogger("packhorse")
 
@@ -63,9 +64,6 @@ def _close_all() -> None:
             trainer.close()
         except Exception as error:
             logger.error("a trainer could not be closed at the end of the program: %s", error)
-
-
-Loss = Callable[[Any, Any], Tensor]
 
 
 class Trainer:
@@ -101,22 +99,18 @@ class Trainer:
         refuse_sparse(model)
         wish = Wish(strategy, microbatches, overlap=overlap)
         self._world = find_world()
-        self.model, self.loss, self.weight, self.scheduler, self.data = model, loss, weight, scheduler, data
-        self.precision, self.clip_norm, self.seed = precision, clip_norm, seed
+        self.model, self.loss, self.weight = model, loss, weight
+        self.precision, self.clip_norm = precision, clip_norm
         self.deferred = update == "deferred" or clip_norm is not None or precision == "fp16"
-        self.scaler = LossScale() if precision == "fp16" else None
-        self.steps = 0
         self._seconds = 0.0  # of the last step
         self.last: Task | None = None
         self._closed = self._broken = False
-        self._graphs: dict[Any, Graph] = {}
-        self._partitions: dict[int, Partition] = {}
-        self._programs: dict[Any, Program] = {}
         self._ledger = Ledger()
         self._pool = Pool(self._ledger)
         self._device = find_device(device, self._pool)
         self._stepper = Stepper(optimizer, model)
-        self._directory, self._run_name = store if isinstance(store, (str, Path)) else None, ""
+        self._run = Run(self._stepper, seed, LossScale() if precision == "fp16" else None, scheduler, data)
+        self._tasks = Tasks(model, loss, weight, self._device.name.partition(":")[0], precision, self._world)
         if self._world is None and ranks is not None and ranks.size > 1:
             ranks.check_size(1)
         if self._world is None and strategy == "pipeline":
@@ -124,6 +118,12 @@ class Trainer:
                 "strategy='pipeline' needs several processes: start the script with torchrun --nproc-per-node=2 or more"
             )
         self._store: Store = _choose_store(store, durability)
+        self._home = Home(self._store.path if isinstance(self._store, DiskStore) else None, world=self._world)
+        if self._world is not None and self._store.rolls:
+            raise RanksError(
+                "the store keeps one version of every block, but several ranks need two, to go back to the last step that all "
+                "of them have; leave versions=1 out"
+            )
         try:
             self._prepare(example, wish, plan, memory, resume, weights, overlap, ranks)
         except BaseException:
@@ -145,7 +145,7 @@ class Trainer:
         budget, base = read_budget(memory, self._device.name), resident_bytes()
         if self._world is not None:
             self._agree(self._world, example, wish, ranks)
-        graph = self._capture("train", example)
+        graph = self._tasks.capture("train", example)
         if plan is not None:
             wish = wish.pinned_to(read_plan(plan, graph))
         machine = self._measure_machine()
@@ -198,7 +198,15 @@ class Trainer:
             updated = frozenset(self._stepper.groups)
             try:
                 found, _, _ = arrange(
-                    means.graph, case_at, updated, wish, means.budget, means.machine, world.size, ranks
+                    means.graph,
+                    case_at,
+                    updated,
+                    wish,
+                    means.budget,
+                    means.machine,
+                    world.size,
+                    ranks,
+                    rehearsed=means.rehearsed,
                 )
             except PackhorseError as error:
                 found = error
@@ -207,11 +215,11 @@ class Trainer:
             raise found
         assert found is not None
         world.arrange(found.ranks)
-        self._run_name = name_of(found.ranks.data, found.ranks.pipeline, in_parts=found.wish.strategy == "relay")
-        if self._directory is not None:
+        name = name_of(found.ranks.data, found.ranks.pipeline, in_parts=found.wish.strategy == "relay")
+        self._home = replace(self._home, name=name)
+        if self._home.directory is not None:
             assert isinstance(self._store, DiskStore)
-            place = Path(self._directory) / self._run_name / f"rank{world.rank}"
-            self._store = DiskStore(place, durability=self._store.durability)
+            self._store = self._store.moved_to(self._home.directory / name / f"rank{world.rank}")
         return found
 
     def _build(
@@ -230,15 +238,14 @@ class Trainer:
             is_tight = isinstance(self._store, DiskStore) and not self._store.has_room(case.disk_bytes)
             return case.rolling() if case.may_roll and is_tight else case
 
-        self._case, self.plan = choose(graph, case_of, wish, means.budget, means.machine)
+        self._case, self.plan = choose(graph, case_of, wish, means.budget, means.machine, means.rehearsed)
         if self._world is not None:  # all ranks as many microbatches as the one that needs most
             most = max(self._world.gather_objects(self.plan.microbatches))
             wish = replace(wish, microbatches=most, strategy=self.plan.strategy)
-            self._case, self.plan = choose(graph, case_of, wish, means.budget, means.machine)
+            self._case, self.plan = choose(graph, case_of, wish, means.budget, means.machine, means.rehearsed)
         self._store.versions = self._case.versions
         self._partition, self._layout = self._case.partition, self._case.layout
-        self._graphs, self._partitions = {("train", 0): graph}, {id(graph): self._partition}
-        self._programs.clear()
+        self._tasks.follow(self._case, self.plan)
 
         planned = self.plan.estimate.peak["host"]
         spare = self.plan.estimate.kinds["host"].get(
@@ -248,14 +255,14 @@ class Trainer:
         heap = Heap(self._ledger, plenty=plenty, ceiling=planned - spare // 2, going=_own_bytes(self.model))
         self._state = ModelState(graph, self._layout, self._store, self._ledger, self._world, self._case.links)
         self._updater = Updater(self._store, self._stepper, self._state.small)
-        self._open_store(resume, weights)
+        open_run(self._run, self._home, self._state, self._pool, self.model, resume=resume, weights=weights)
         stash = Stash(self._ledger, self._store, self.plan.stash_bytes)
         self._executor = Executor(
             self._state,
             self._device,
             self._updater,
             stash,
-            Running(heap, partial(self._case.working_bytes, rows=self.plan.rows)),
+            Running(heap, partial(self._case.working_bytes, rows=self.plan.rows), self._pool),
             seed=self.seed,
             overlap=means.overlap,
             updates_ahead=self.plan.updates_ahead,
@@ -313,7 +320,7 @@ class Trainer:
         self._build(means, wish, 1, resume=True)
         try:
             self._state.take_up(records)
-            self._load_facts(intent["facts"])
+            self._run.load(intent["facts"])
             self._updater.take_up(records[-1]["parked"], self._layout.blocks, self._device)
             self._executor.stash.adopt(records[-1]["gradients"])
             task = self._rest_of_step(intent, tensors, {record["segment"] for record in records})
@@ -343,10 +350,10 @@ class Trainer:
             first = min(updated)
             check(actions, first, num_microbatches, backward & set(range(first)))
             batch = graph.batch.unflatten([tensors[f"batch:{i}"] for i in range(len(graph.batch.leaves))])
-            graph = self._find_graph("train", batch)
-            microbatches = self._split(graph, batch, intent["rows"], intent["shares"])
+            graph = self._tasks.find_graph("train", batch)
+            microbatches = self._tasks.split(graph, batch, intent["rows"], intent["shares"])
         task = Task(
-            Program(self._partitions[id(graph)], actions),
+            Program(self._tasks.partition_of(graph), actions),
             microbatches,
             self.steps,
             training=True,
@@ -364,8 +371,10 @@ class Trainer:
         started = time.perf_counter()
         self._updater.num_threads = torch.get_num_threads()
         groups = self._stepper.read_groups()
-        position = self._read_position()  # on entry: a loader that reads ahead may have moved on when the step is done
-        task = self._task("train", batch, training=True)
+        position = (
+            self._run.read_position()
+        )  # on entry: a loader that reads ahead may have moved on when the step is done
+        task = self._tasks.make("train", batch, self.steps, training=True)
         task.groups, task.clip_norm = groups, self.clip_norm
         task.deferred = self.deferred
         task.loss_scale = self.scaler.scale if self.scaler else 1.0
@@ -375,7 +384,7 @@ class Trainer:
             self._executor.run(task)
             self.last = task
             self._end_step(task, position)
-        loss, is_first = _mean_loss(task), self._seconds == 0.0
+        loss, is_first = mean_loss(task), self._seconds == 0.0
         self._seconds = time.perf_counter() - started
         if is_first:
             logger.info("planned and measured: %s", self.compare())
@@ -388,18 +397,13 @@ class Trainer:
             self._executor.drain()
         if task.overflowed:
             self._updater.forget_parked()
-        if self.scaler:
-            self.scaler.update(task.overflowed)
-        self.steps += 1
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # LR schedulers ask, to warn about their order
-        if self.scheduler is not None and not task.overflowed:
-            self.scheduler.step()
+        self._run.advance(overflowed=task.overflowed)
         self._commit(position)
 
     def _intent(self, task: Task, position: Any) -> dict[str, Any]:
         """What finishing this step would take to know, should it be interrupted."""
         return {
-            "facts": self._facts(position),
+            "facts": self._run.facts(position),
             "fingerprint": self.plan.fingerprint,
             "cuts": list(self.plan.cuts),
             "microbatches": self.plan.microbatches,
@@ -432,7 +436,7 @@ class Trainer:
             facts = self._store.roll_back()
             if facts is not None:
                 self._state.load_small(self._store.read_small())
-                self._load_facts({**facts, "data": None})
+                self._run.load({**facts, "data": None})
                 error.add_note(f"the store is as it was after step {self.steps}; training may go on from there")
         except StoreError as second:
             self._broken = True
@@ -444,33 +448,14 @@ class Trainer:
         """The mean loss in evaluation mode; nothing is updated."""
         self._check_open()
         self._settle()
-        return _mean_loss(self._executor.run(self._task("eval", batch)))
+        return mean_loss(self._executor.run(self._tasks.make("eval", batch, self.steps)))
 
     def predict(self, batch: Any) -> Any:
         """The model's output in evaluation mode, for the whole batch."""
         self._check_open()
         self._settle()
-        task = self._executor.run(self._task("predict", batch))
-        partition = task.program.partition
-        outputs = []
-        for microbatch, results in self._join_results(task, batch):
-            values = _Values({**microbatch.inputs, **results}, self._state)
-            outputs.append(partition.finish(values, microbatch.rows))  # type: ignore[arg-type]
-        return _join(partition.graph, outputs)
-
-    def _join_results(self, task: Task, batch: Any) -> list[tuple[Microbatch, dict[str, Tensor]]]:
-        """Of all microbatches, also those that other ranks ran, or ran to the end."""
-        if self._world is None:
-            return list(zip(task.microbatches, task.results, strict=True))
-        graph = task.program.partition.graph
-        own = {m.number: results for m, results in zip(task.microbatches, task.results, strict=True)}
-        joined: dict[int, dict[str, Tensor]] = {}
-        for found in self._world.gather_objects(own):
-            for number, results in found.items():
-                joined.setdefault(number, {}).update(results)
-        rows = graph.batch.count_rows(batch)
-        everything = self._split(graph, batch, self._split_size(graph, rows, training=False))
-        return [(microbatch, joined[microbatch.number]) for microbatch in everything]
+        task = self._executor.run(self._tasks.make("predict", batch, self.steps))
+        return self._tasks.join(task, batch, self._state)
 
     # -- what it holds
 
@@ -490,7 +475,26 @@ class Trainer:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        return self._stepper.optimizer
+        return self._run.optimizer
+
+    @property
+    def steps(self) -> int:
+        """Steps that are done, those before a resume included."""
+        return self._run.steps
+
+    @property
+    def seed(self) -> int:
+        return self._run.seed
+
+    @property
+    def scaler(self) -> LossScale | None:
+        """The loss scale of fp16."""
+        return self._run.scaler
+
+    @property
+    def data(self) -> Any:
+        """The loader whose position is committed with each step."""
+        return self._run.data
 
     @property
     def memory(self) -> dict[str, int]:
@@ -556,193 +560,9 @@ class Trainer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- graphs and programs
-
-    def _capture(self, mode: Mode, batch: Any) -> Graph:
-        make = partial(
-            capture,
-            self.model,
-            batch,
-            self.loss,
-            mode=mode,
-            device=self._device.name.partition(":")[0],
-            precision=self.precision,
-        )
-        graph = make() if self._world is None else _capture_once(self._world, make)
-        self._graphs[mode, len(self._graphs)] = graph
-        return graph
-
-    def _find_graph(self, mode: Mode, batch: Any) -> Graph:
-        """The graph for a batch: one that fits is used again; training insists on batches like the example."""
-        known = [graph for (m, _), graph in self._graphs.items() if m == mode]
-        refusal: BatchError | None = None
-        for graph in known:
-            try:
-                graph.inputs(batch)
-                return graph
-            except BatchError as error:
-                refusal = error
-        if mode == "train" and refusal is not None:
-            known[0].batch.flatten(batch)  # raises if the structure differs; what is left are guards
-            if known[0].single_row and known[0].batch.count_rows(batch) == 1:
-                raise refusal
-        graph = self._capture(mode, batch)
-        self._partitions[id(graph)] = partition_like(graph, self._partition)
-        return graph
-
-    def _task(self, mode: Mode, batch: Any, training: bool = False) -> Task:
-        graph = self._find_graph(mode, batch)
-        part = self._partitions[id(graph)]
-        rows = graph.batch.count_rows(batch)
-        microbatches = self._take_own(self._split(graph, batch, self._split_size(graph, rows, training)), rows)
-        return Task(self._program(graph, part, len(microbatches), training), microbatches, self.steps, training)
-
-    def _split(self, graph: Graph, batch: Any, size: int, shares: Sequence[float] | None = None) -> list[Microbatch]:
-        """Microbatches of `size` rows, with their shares in the loss."""
-        pieces = graph.batch.split(batch, size)
-        if shares is None:
-            weights = [float(self.weight(p)) if self.weight else float(graph.batch.count_rows(p)) for p in pieces]
-            total = sum(weights)
-            if not total > 0:
-                raise BatchError(f"the weights of the microbatches are {weights}; their sum must be above 0")
-            shares = [weight / total for weight in weights]
-        return [
-            Microbatch(graph.inputs(piece), graph.batch.count_rows(piece), share, k)
-            for k, (piece, share) in enumerate(zip(pieces, shares, strict=True))
-        ]
-
-    def _take_own(self, microbatches: list[Microbatch], rows: int) -> list[Microbatch]:
-        """Those of this rank's replica: neighbours, as many as others have, or one more or less."""
-        if self._world is None:
-            return microbatches
-        count, replicas, replica = len(microbatches), self._world.ranks.data, self._world.replica
-        if count < replicas:
-            raise BatchError(
-                f"the batch has {rows} rows, which make {count} microbatches for {replicas} ranks that each need one; give more"
-            )
-        return microbatches[count * replica // replicas : count * (replica + 1) // replicas]
-
-    def _split_size(self, graph: Graph, rows: int, training: bool) -> int:
-        """Rows of a microbatch: as many microbatches as planned, or, to predict, pieces of the planned size."""
-        if training:
-            return count_microbatches(graph, rows, self.plan.microbatches)[1]
-        size = min(self.plan.rows, -(-rows // self.plan.ranks.data))
-        return max(size, 2) if graph.single_row and rows > 1 else size
-
-    def _program(self, graph: Graph, part: Partition, num_microbatches: int, training: bool) -> Program:
-        key = (id(graph), num_microbatches)
-        if key not in self._programs:
-            sizes = {s.index: self._case.fetch_bytes(s) for s in part.segments}
-            links = self._case.links
-            traffic = None if links is None else links.traffic_of(part)
-            if training:
-                actions = self.plan.actions(num_microbatches, sizes, links)
-            else:
-                actions = self.plan.forward_actions(len(part.segments), num_microbatches, sizes, links, traffic)
-            check(
-                actions,
-                len(part.segments),
-                num_microbatches,
-                self.plan.backward if training else frozenset(),
-                local=None if traffic is None or links is None else traffic.segments_of(links.place),
-                receives=((), ()) if traffic is None else traffic.receivers(),
-            )
-            self._programs[key] = Program(part, actions, traffic, self.plan.piece_bytes)
-        return self._programs[key]
-
-    # -- the store
-
-    def _open_store(self, resume: bool, weights: str | Path | None) -> None:
-        """Makes the store and fills it with the model's first values, or opens one that holds a run."""
-        store, state = self._store, self._state
-        store.claim()
-        if self._world is not None and isinstance(store, DiskStore):
-            store.keeps_previous = True
-            if resume:
-                _go_back_to_common(self._world, store)
-        manifest = store.read_manifest()
-        header = state.describe(self.model, self.optimizer)
-        if isinstance(store, DiskStore) and self._directory is not None:
-            earlier = find_earlier(Path(self._directory), self._run_name)
-            if earlier is not None and not resume:
-                raise StoreError(
-                    f"{earlier.directory} holds a run of {len(earlier.ranks)} ranks at step {earlier.step}; pass resume=True "
-                    "to continue it, or choose another directory"
-                )
-            if earlier is not None and self._continue(earlier, store, manifest, header):
-                return
-        if manifest is not None and not resume:
-            raise StoreError(
-                f"the store holds a run at step {manifest['facts']['step']}; pass resume=True to continue it, or choose "
-                "another directory"
-            )
-        if manifest is None:
-            source = read_files(self.model, weights) if weights is not None else read_model(self.model)
-            store.create(self._layout.blocks, self._pool, header)
-            state.fill(source)
-            state.take_optimizer_state(self.optimizer, self.model)
-            self._commit(self._read_position())
-            return
-        store.open(self._layout.blocks, self._pool, header)
-        state.load_small(store.read_small())
-        self._load_facts(manifest["facts"])
-        self.optimizer.state.clear()
-        if store.is_laid_out_anew:  # states of what is not updated any more are gone: so say the small tensors now
-            store.commit(manifest["facts"], state.small_tensors())
-
-    def _continue(
-        self, earlier: Earlier, store: DiskStore, manifest: Mapping[str, Any] | None, header: Mapping[str, Any]
-    ) -> bool:
-        """Takes over the run of another number of ranks, if that is farther than these have come."""
-        own = -1 if manifest is None else manifest["facts"]["step"]
-        if self._world is not None:  # all, or none
-            own = max(self._world.gather_objects(own))
-        if earlier.step <= own:
-            return False
-        self._state.load_small(store.continue_from(earlier, self._layout.blocks, self._pool, header))
-        self._load_facts(earlier.facts)
-        self.optimizer.state.clear()
-        store.commit(earlier.facts, self._state.small_tensors())
-        if self._world is not None:
-            self._world.gather_objects(None)  # all have what they need
-        if self._world is None or self._world.rank == 0:
-            earlier.remove()
-        logger.info("step %d of a run of %d ranks is continued", self.steps, len(earlier.ranks))
-        return True
-
-    def _load_facts(self, facts: Mapping[str, Any]) -> None:
-        """Step, seed, hyper-parameters, schedule and position, as the last commit left them."""
-        self.steps, self.seed = int(facts["step"]), int(facts["seed"])
-        if self.scaler and facts.get("loss_scale") is not None:
-            self.scaler.scale, self.scaler.good_steps = facts["loss_scale"]
-        groups = decode(facts["groups"])
-        if len(groups) != len(self.optimizer.param_groups):
-            raise StoreError(
-                f"the stored run has {len(groups)} parameter groups, this optimizer {len(self.optimizer.param_groups)}"
-            )
-        for group, stored in zip(self.optimizer.param_groups, groups, strict=True):
-            group.update(stored)
-        for owner, key in ((self.scheduler, "scheduler"), (self.data, "data")):
-            if owner is not None and facts.get(key) is not None:
-                owner.load_state_dict(decode(facts[key]))
-
-    def _read_position(self) -> Any:
-        """Where the data stands, if it can tell."""
-        return encode(self.data.state_dict(), "data.state_dict()") if hasattr(self.data, "state_dict") else None
-
-    def _facts(self, position: Any) -> dict[str, Any]:
-        """What a commit says beside the model itself."""
-        facts: dict[str, Any] = {"step": self.steps, "seed": self.seed, "data": position}
-        facts["groups"] = encode(self._stepper.read_groups(), "optimizer.param_groups")
-        if self.scaler:
-            facts["loss_scale"] = [self.scaler.scale, self.scaler.good_steps]
-        if hasattr(self.scheduler, "state_dict"):
-            facts["scheduler"] = encode(self.scheduler.state_dict(), "scheduler.state_dict()")
-        return facts
-
     def _commit(self, position: Any) -> None:
         """After the updates of this step, which a deferred one may still have under way."""
-        facts = self._facts(position)
+        facts = self._run.facts(position)
         if self._store.on_disk and self.steps:
             self._executor.submit_commit(lambda: self._store.commit(facts, self._state.small_tensors()))
         else:
@@ -766,80 +586,7 @@ class _Means:
     machine: Machine
     base_bytes: int  # of the process before, without the model's own tensors
     overlap: bool
-
-
-class _Values(dict[str, Any]):
-    """Values of a microbatch; what is not among them is a parameter or buffer, read when asked for."""
-
-    def __init__(self, values: Mapping[str, Tensor], state: ModelState):
-        super().__init__(values)
-        self._state = state
-
-    def __missing__(self, name: str) -> Tensor:
-        return self._state.read(name)
-
-
-def _mean_loss(task: Task) -> float:
-    """The sum over microbatches, in order, of each loss times its share, in fp32."""
-    if task.loss is not None:
-        return float(task.loss)  # of all ranks
-    total: Tensor | None = None
-    for microbatch, results in zip(task.microbatches, task.results, strict=True):
-        (loss,) = results.values()
-        part = loss.float() * microbatch.share
-        total = part if total is None else total + part
-    assert total is not None
-    return float(total)
-
-
-def _join(graph: Graph, outputs: list[Any]) -> Any:
-    """One output from those of the microbatches: along dimension 0 where it follows the rows."""
-    if len(outputs) == 1:
-        return outputs[0]
-    flat = [tree_flatten(output) for output in outputs]
-    leaves = []
-    for column, declared in zip(zip(*(f[0] for f in flat), strict=True), graph.outputs, strict=True):
-        shape = graph.values[declared].type.shape if isinstance(declared, Ref) else ()
-        if isinstance(declared, Ref) and shape and isinstance(shape[0], Size):
-            leaves.append(torch.cat(list(column)))
-        elif isinstance(column[0], Tensor) and not all(torch.equal(column[0], other) for other in column[1:]):
-            raise BatchError(
-                f"the model returns a tensor of shape {list(column[0].shape)} that does not follow the rows and differs "
-                "between microbatches, so there is no one value for the batch; predict in batches of at most one microbatch"
-            )
-        else:
-            leaves.append(column[0])
-    return tree_unflatten(leaves, flat[0][1])
-
-
-def _go_back_to_common(world: World, store: DiskStore) -> None:
-    """Ranks may have died between two commits; the last step that all of them have is where they go on."""
-    own = store.find_steps()
-    found = world.gather_objects(own or [0])  # what is not there yet begins at the first step
-    common = set(found[0]).intersection(*found[1:])
-    if not common:
-        raise StoreError(
-            f"the ranks' stores beside {store.path} have no step in common: {found}; bring them back from one copy"
-        )
-    if own and own[0] != max(common):
-        store.go_back()
-
-
-def _capture_once(world: World, make: Callable[[], Graph]) -> Graph:
-    """One rank captures, for all; blocks that could not be traced are part of the graph, and of each rank's own model."""
-    found: Graph | PackhorseError | None = None
-    if world.rank == 0:
-        try:
-            found = make()
-        except PackhorseError as error:
-            found = error
-    is_opaque = isinstance(found, Graph) and bool(found.opaque)
-    shared = world.share(None if is_opaque else found, 0)
-    if isinstance(shared, PackhorseError):
-        raise shared
-    if shared is not None:
-        return shared
-    return found if isinstance(found, Graph) else make()
+    rehearsed: Rehearsed = field(default_factory=Rehearsed)
 
 
 def _choose_store(store: str | Path | Store | None, durability: Durability) -> Store:

@@ -21,7 +21,7 @@ from packhorse.gradient import Gradient
 from packhorse.optimizer import TILE, Group, Piece, StateKind, Stepper
 from packhorse.store import GRADIENT, MASTER, Block, Loan, Slot, Store, blocks
 from packhorse.store.encode import encode
-from packhorse.store.lane import gather
+from packhorse.store.lane import ORDINARY, gather
 from packhorse.threads import using_threads
 
 AHEAD = 2  # chunks read ahead
@@ -146,11 +146,11 @@ class Updater:
             if block.name in parked:
                 self.parked[block.name] = Gradient(block, -1, device, present=set(parked[block.name]["present"]))
 
-    def _waiting_part(self, parked: Gradient | None, start: int, stop: int) -> Loan | None:
+    def _waiting_part(self, parked: Gradient | None, start: int, stop: int, *, priority: int = ORDINARY) -> Loan | None:
         """A part of a gradient that waits in the store, if that is where it waits."""
         if parked is None or GRADIENT not in parked.block.kinds:
             return None
-        return self.store.borrow(parked.block, GRADIENT, start, stop)
+        return self.store.borrow(parked.block, GRADIENT, start, stop, priority=priority)
 
     # -- the update itself
 
@@ -160,6 +160,8 @@ class Updater:
         groups: Sequence[Group],
         scale: Tensor | None,
         boundary: Boundary | None,
+        *,
+        priority: int = ORDINARY,
     ) -> "Future[Any] | None":
         """Steps blocks with their gradients and what of them waits in the store; `scale` multiplies the gradients first.
 
@@ -172,7 +174,7 @@ class Updater:
         stepped = []
         try:
             for block, gradient in members:
-                if self._step_block(block, gradient, groups, scale, writes):
+                if self._step_block(block, gradient, groups, scale, writes, priority):
                     stepped.append(block)
         except BaseException:
             wait(writes)  # before anything else is written in their place
@@ -206,6 +208,7 @@ class Updater:
         groups: Sequence[Group],
         scale: Tensor | None,
         writes: "list[Future[Any]]",
+        priority: int,
     ) -> bool:
         """False if it has no gradient, or no tensor: the others' parts are larger."""
         parked = self.parked.pop(block.name, None)
@@ -216,7 +219,7 @@ class Updater:
         present = (gradient.present if gradient else set()) | (parked.present if parked else set())
         advanced: dict[tuple[str, str], Tensor] = {}
         try:
-            with contextlib.closing(self._read_ahead(block, parked)) as parts:
+            with contextlib.closing(self._read_ahead(block, parked, priority)) as parts:
                 for start, stop, loans in parts:
                     threads = self.num_threads if block.whole else 1
                     with _returned_if_it_fails(loans.values()), using_threads(threads):
@@ -278,16 +281,18 @@ class Updater:
             step()
 
     def _read_ahead(
-        self, block: Block, parked: Gradient | None
+        self, block: Block, parked: Gradient | None, priority: int
     ) -> Generator[tuple[int, int, dict[str, Loan]], None, None]:
         small = self.small[block.name]
         waiting: deque[tuple[int, int, dict[str, Loan]]] = deque()
         try:
             for start, stop in _chunks(block):
-                loans = {MASTER: self.store.borrow(block, MASTER, start, stop)}
+                loans = {MASTER: self.store.borrow(block, MASTER, start, stop, priority=priority)}
                 for kind in small.large:
-                    loans[kind] = self.store.borrow(block, kind, start, stop, read=bool(small.started))
-                waiting_part = self._waiting_part(parked, start, stop)
+                    loans[kind] = self.store.borrow(
+                        block, kind, start, stop, read=bool(small.started), priority=priority
+                    )
+                waiting_part = self._waiting_part(parked, start, stop, priority=priority)
                 if waiting_part is not None:
                     loans[GRADIENT] = waiting_part
                 waiting.append((start, stop, loans))

@@ -19,7 +19,8 @@ from packhorse.errors import PackhorseError
 from packhorse.graph.entry import bind, find_loss
 from packhorse.keys import random_seed
 from packhorse.precision import CrossEntropyInFp32, cast_floats, list_casts, working_dtype
-from packhorse.trainer import Loss, Trainer
+from packhorse.tasks import Loss
+from packhorse.trainer import Trainer
 
 
 @dataclass(frozen=True, slots=True)

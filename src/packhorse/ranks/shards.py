@@ -15,7 +15,7 @@ from packhorse.memory import Pool
 from packhorse.ranks.world import World
 from packhorse.store import MASTER, Block, Slot, Store
 from packhorse.store.blocks import align
-from packhorse.store.lane import Lane
+from packhorse.store.lane import URGENT, Lane
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Gathering:
         def gather() -> Tensor:
             if update is not None:
                 update.result()
-            loan = self.store.borrow(shard.own, MASTER, urgent=True, dtype=shard.whole.working)
+            loan = self.store.borrow(shard.own, MASTER, priority=URGENT, dtype=shard.whole.working)
             nbytes = shard.whole.working_nbytes
             whole = self.pool.take(nbytes, "weights")[:nbytes].view(shard.whole.working)
             self.world.gather_parts(whole, loan.ready.result()).wait()

@@ -31,7 +31,7 @@ from packhorse.store.block_files import BlockFiles, describe_blocks, rebuild_blo
 from packhorse.store.blocks import GRADIENT, Block
 from packhorse.store.files import File, FileSystem, Lock, digest, replace_small, seal, unseal, write_small
 from packhorse.store.journal import Journal
-from packhorse.store.lane import Lane
+from packhorse.store.lane import ORDINARY, Lane
 from packhorse.store.places import make_places
 from packhorse.store.relayout import copy_blocks, find_difference
 from packhorse.store.runs import MANIFESTS, Earlier
@@ -91,10 +91,26 @@ class DiskStore(Store):
         self._dirty = False  # blocks were written since the last commit
         self._torn = False  # without durability: a step failed after that
 
+    def moved_to(self, directory: str | Path) -> "DiskStore":
+        """Such a store elsewhere, instead of this one, which has not been opened."""
+        self.close()
+        return DiskStore(
+            directory,
+            durability=self.durability,
+            versions=self._asked,
+            bytes_per_second=self.link.bytes_per_second,
+            filesystem=self.system,
+        )
+
     @property
     def files(self) -> BlockFiles:
         assert self._files is not None, "the store is not open"
         return self._files
+
+    @property
+    def committed_step(self) -> int:
+        assert self._committed is not None, "the store is open"
+        return int(self._committed["facts"]["step"])
 
     # -- making and opening
 
@@ -300,11 +316,12 @@ class DiskStore(Store):
         stop: int | None = None,
         *,
         read: bool = True,
-        urgent: bool = False,
+        priority: int = ORDINARY,
         dtype: torch.dtype | None = None,
     ) -> "DiskLoan":
         stop = block.numel if stop is None else stop
-        return DiskLoan(self, block, kind, start, stop, dtype or block.kinds[kind], read, urgent)
+        role = "update buffers" if dtype is None else "weights"
+        return DiskLoan(self, block, kind, start, stop, dtype or block.kinds[kind], role, read, priority)
 
     def publish(self, block: Block) -> None:
         self.files.publish(block)
@@ -343,7 +360,7 @@ class DiskStore(Store):
             assert written is not None
             written.result()
 
-    def transfer(self, loan: "DiskLoan", *, write: bool, urgent: bool) -> "Future[Tensor]":
+    def transfer(self, loan: "DiskLoan", *, write: bool, priority: int) -> "Future[Tensor]":
         """Moves a loan's bytes, unit by unit."""
         block, kind, files = loan.block, loan.kind, self.files
         self._dirty = self._dirty or (write and kind != GRADIENT)
@@ -370,10 +387,10 @@ class DiskStore(Store):
 
         assert not write or loan.result.dtype == stored, "a cast copy is read only"
         units = block.units_between(loan.start, loan.stop)
-        return self.lane.submit_all([job(*unit) for unit in units], loan.result, urgent=urgent)
+        return self.lane.submit_all([job(*unit) for unit in units], loan.result, priority=priority)
 
     def move(
-        self, file: File, buffer: Tensor, offset: int, result: Any, what: str, write: bool, urgent: bool
+        self, file: File, buffer: Tensor, offset: int, result: Any, what: str, write: bool, priority: int
     ) -> "Future[Any]":
         """Moves bytes between a buffer and a file that is none of the blocks'."""
 
@@ -385,7 +402,7 @@ class DiskStore(Store):
 
             return run
 
-        return self.lane.submit_all([job(at) for at in range(0, buffer.nbytes, PIECE)], result, urgent=urgent)
+        return self.lane.submit_all([job(at) for at in range(0, buffer.nbytes, PIECE)], result, priority=priority)
 
     def take_buffer(self, nbytes: int, kind: str) -> Tensor:
         return self._pool.take(nbytes, kind)
@@ -505,22 +522,23 @@ class DiskLoan:
         start: int,
         stop: int,
         dtype: torch.dtype,
+        role: str,
         read: bool,
-        urgent: bool,
+        priority: int,
     ):
         self.store, self.block, self.kind, self.start, self.stop = store, block, kind, start, stop
-        self.role = "weights" if urgent else "update buffers"
+        self.role, self.priority = role, priority
         self.buffer = store.take_buffer((stop - start) * dtype.itemsize, self.role)
         self.result = self.buffer.view(dtype)
         self.ready: Future[Tensor] = (
-            store.transfer(self, write=False, urgent=urgent) if read else store.lane.submit_all([], self.result)
+            store.transfer(self, write=False, priority=priority) if read else store.lane.submit_all([], self.result)
         )
 
     def give_back(self, dirty: bool = False) -> "Future[Any] | None":
         if not dirty:
             self._release()
             return None
-        written = self.store.transfer(self, write=True, urgent=False)
+        written = self.store.transfer(self, write=True, priority=self.priority)
         written.add_done_callback(lambda _: self._release())
         return written
 

@@ -13,7 +13,7 @@ from typing import Any
 from packhorse.errors import StoreError
 from packhorse.threads import use_threads
 
-URGENT, ORDINARY = 0, 1
+URGENT, ORDINARY = 0, 1 << 62  # between them, whatever order the jobs are needed in
 
 
 class Lane:
@@ -43,9 +43,8 @@ class Lane:
         self._jobs.put((priority, next(self._numbers), run))
         return future
 
-    def submit_all(self, jobs: list[Callable[[], Any]], result: Any, *, urgent: bool = False) -> "Future[Any]":
+    def submit_all(self, jobs: list[Callable[[], Any]], result: Any, *, priority: int = ORDINARY) -> "Future[Any]":
         """One future for several jobs."""
-        priority = URGENT if urgent else ORDINARY
         return gather([self.submit(job, priority=priority) for job in jobs], lambda: result)
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from packhorse.errors import StoreError
 from packhorse.memory import Pool, map_bytes
 from packhorse.store.blocks import Block
+from packhorse.store.lane import ORDINARY
 from packhorse.store.store import Link, Store, done, sleep_until
 
 
@@ -47,7 +48,7 @@ class RamStore(Store):
         stop: int | None = None,
         *,
         read: bool = True,
-        urgent: bool = False,
+        priority: int = ORDINARY,
         dtype: torch.dtype | None = None,
     ) -> "RamLoan":
         piece = self.view(block, kind)[start : block.numel if stop is None else stop]

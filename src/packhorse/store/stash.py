@@ -20,7 +20,7 @@ from packhorse.memory import PAGE, Ledger, find_span, map_bytes
 from packhorse.store.disk import DiskStore
 from packhorse.store.encode import DTYPES
 from packhorse.store.files import File, digest
-from packhorse.store.lane import gather
+from packhorse.store.lane import ORDINARY, URGENT, gather
 from packhorse.store.store import Store, done
 
 
@@ -100,7 +100,7 @@ class Stash:
                 self._free_if_unused(kept)
             self.store.give_buffer(buffer, "stash")  # type: ignore[union-attr]
 
-        write = self.store.move(self._file, buffer, offset, None, f"stashed {key}", True, False)
+        write = self.store.move(self._file, buffer, offset, None, f"stashed {key}", True, ORDINARY)
         kept.written = write if lasting else None
         write.add_done_callback(written)
 
@@ -129,7 +129,7 @@ class Stash:
                 kept.readers -= 1
                 self._free_if_unused(kept)
 
-        read = self.store.move(self._file, buffer, kept.offset, tensor, f"stashed {key}", False, True)
+        read = self.store.move(self._file, buffer, kept.offset, tensor, f"stashed {key}", False, URGENT)
         read.add_done_callback(was_read)
         return read if kept.checksum is None else gather([read], lambda: self._check(key, kept, buffer, tensor))
 

@@ -18,6 +18,7 @@ from packhorse.errors import PackhorseError, StoreError
 from packhorse.memory import Pool
 from packhorse.store.blocks import Block
 from packhorse.store.journal import Journal
+from packhorse.store.lane import ORDINARY
 
 
 class Loan(Protocol):
@@ -92,11 +93,12 @@ class Store(ABC):
         stop: int | None = None,
         *,
         read: bool = True,
-        urgent: bool = False,
+        priority: int = ORDINARY,
         dtype: torch.dtype | None = None,
     ) -> Loan:
         """Starts to bring elements `start` to `stop`; without `read` they need not be what they were.
 
+        Those of lower `priority` go first, on their way back too.
         With a `dtype` other than the kind's, what comes is a cast copy, to be read only.
         """
 
