@@ -137,14 +137,26 @@ def test_the_tools_know_the_stores_of_several_ranks(tmp_path: Path) -> None:
 
 
 def test_parts_of_tensors_are_not_exported(tmp_path: Path) -> None:
-    run_ranks(2, lambda rank: train(tmp_path, ph.Ranks(data=2), "relay", steps=1))
-    with pytest.raises(ph.StoreError, match=r"no rank has all of .*resume the run with one process"):
+    """A weight of four pages, of which each rank has less than all."""
+
+    def work(rank: int) -> None:
+        torch.manual_seed(0)
+        model, batch = torch.nn.Linear(128, 128), (torch.randn(4, 128), torch.randn(4, 128))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        options: Any = {"strategy": "relay", "microbatches": 2, "store": tmp_path}
+        with ph.Trainer(model, optimizer, batch, loss=lambda y, b: (y - b[1]).square().mean(), **options) as trainer:
+            trainer.step(batch)
+
+    run_ranks(2, work)
+    with pytest.raises(ph.StoreError, match=r"no rank has all of weight.*resume the run with one process"):
         export_store(tmp_path, tmp_path / "out")
 
 
 def test_ranks_need_two_versions(tmp_path: Path) -> None:
-    store = ph.DiskStore(tmp_path, versions=1)
-    for error in run_ranks(2, lambda rank: train(store, ph.Ranks(data=2), "relay"), expect_failure=True):
+    def work(rank: int) -> Any:
+        return train(ph.DiskStore(tmp_path, versions=1), ph.Ranks(data=2), "relay")
+
+    for error in run_ranks(2, work, expect_failure=True):
         assert "several ranks need two" in error
 
 
