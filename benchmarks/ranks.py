@@ -1,4 +1,4 @@
-"""Several ranks, one core each, on links as slow as one likes: what hides behind compute, beside the serial order and torch's own.
+"""Several ranks, one core each, on slow links: what hides behind compute, beside the serial order and torch's own.
 
     python benchmarks/ranks.py data       # two replicas of AlexNet, VGG16, ResNet50, beside DistributedDataParallel
     python benchmarks/ranks.py pipeline   # GPTs as deep as GPT-2's, as a pipeline, and as replicas of one
@@ -381,9 +381,9 @@ def measure_shards(options: argparse.Namespace, results: dict[str, Any]) -> None
     """Of a GPT trained layer to layer, each rank with its part: on disk, and as the trainer counts it."""
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
     import torch
-    from launch import run_ranks
 
     import packhorse as ph
+    from launch import run_ranks
 
     torch.set_num_threads(1)
     build, batch, loss = make_task({"text": {"layers": 4, "width": 128, "rows": 8}})
@@ -420,10 +420,10 @@ def measure_kills(options: argparse.Namespace, results: dict[str, Any]) -> None:
     """Any rank, at a random action: all must end, and go on to the numbers of an undisturbed run."""
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
     import torch
-    from launch import run_ranks
-    from test_rank_faults import train
 
     import packhorse as ph
+    from launch import run_ranks
+    from test_rank_faults import train
 
     torch.set_num_threads(1)
     chance = random.Random(0)

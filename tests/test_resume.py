@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import crash
 import packhorse as ph
 import packhorse.search
-import packhorse.trainer
+import packhorse.tasks
 from crash import STEPS, Positions, assert_equal, make_trainer, read_state, train
 from packhorse.archive import describe_store
 from packhorse.errors import StoreError
@@ -80,7 +80,7 @@ def test_choices_that_change_numbers_change_no_others(
     tmp_path: Path, choices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that goes on with other microbatches or another precision is the plain loop that changes in the middle, too."""
-    monkeypatch.setattr(packhorse.trainer, "capture", ph.capture)
+    monkeypatch.setattr(packhorse.tasks, "capture", ph.capture)
     model = nn.Sequential(nn.Linear(24, 24), nn.GELU(), nn.Linear(24, 4))
     batches = [next(iter(at(position))) for position in range(4)]
     before: list[torch.optim.Optimizer] = []
@@ -155,7 +155,7 @@ def test_a_failure_that_changed_nothing_costs_nothing(tmp_path: Path) -> None:
 
 def test_parameters_may_be_frozen_and_thawed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is frozen keeps its value and loses its states; thawed, it starts with new ones."""
-    monkeypatch.setattr(packhorse.trainer, "capture", ph.capture)
+    monkeypatch.setattr(packhorse.tasks, "capture", ph.capture)
     batches = [next(iter(at(position))) for position in range(3)]
 
     def resume(frozen: bool) -> ph.Trainer:
@@ -186,7 +186,7 @@ def test_a_trainer_that_could_not_be_made_leaves_the_store_free(
     with pytest.raises(StoreError, match="closed"):
         state["0.0.weight"]
     with monkeypatch.context() as patch:
-        patch.setattr(packhorse.trainer, "capture", ph.capture)
+        patch.setattr(packhorse.tasks, "capture", ph.capture)
         other = nn.Sequential(nn.Linear(24, 4))
         with pytest.raises(StoreError, match="another model"):
             ph.Trainer(

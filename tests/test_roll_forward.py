@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import crash
 import packhorse as ph
 import packhorse.search
-import packhorse.trainer
+import packhorse.tasks
 from crash import (
     STEPS,
     Recorder,
@@ -261,7 +261,7 @@ def test_a_gradient_that_is_not_finite(tmp_path: Path, deferred: bool, monkeypat
     """Deferred, nothing is updated. Eager, there is no way back, and resuming says why it cannot go on."""
     cut = packhorse.search.partition
     monkeypatch.setattr(packhorse.search, "partition", lambda graph, *_: cut(graph, "finest"))
-    monkeypatch.setattr(packhorse.trainer, "capture", ph.capture)
+    monkeypatch.setattr(packhorse.tasks, "capture", ph.capture)
     batch = next(iter(crash.Positions()))
 
     def make() -> ph.Trainer:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from packhorse import DiskStore, RamStore, StoreError
 from packhorse.memory import IDLE, PAGE, PATIENCE, Ledger, Pool, map_bytes
-from packhorse.store import MASTER, Stash, Store, make_block
+from packhorse.store import MASTER, WORKING, Stash, Store, make_block
 from packhorse.store.lane import URGENT, Lane
 
 
@@ -60,7 +60,10 @@ def test_loans(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("where", ["ram", "disk"])
 def test_a_loan_in_another_dtype_is_cast(where: str, tmp_path: Path) -> None:
-    block = make_block("0", [("a", torch.empty(3 << 20))], {MASTER: torch.float32}, torch.bfloat16)
+    kinds = {MASTER: torch.float32} | (
+        {WORKING: torch.bfloat16} if where == "disk" else {}
+    )  # in RAM, when it is asked for
+    block = make_block("0", [("a", torch.empty(3 << 20))], kinds, torch.bfloat16)
     assert block.is_cast and block.working_nbytes == 2 * block.numel
     store = make_store(where, tmp_path)
     pool = Pool(Ledger())

@@ -18,7 +18,7 @@ from packhorse.memory import IDLE, Tier
 from packhorse.price import Price, price_update
 from packhorse.ranks.links import Links, Tie
 from packhorse.schedule import Action
-from packhorse.store import GRADIENT, MASTER, Block
+from packhorse.store import GRADIENT, MASTER, WORKING, Block
 from packhorse.store.blocks import UNIT
 from packhorse.update import AHEAD
 
@@ -117,7 +117,7 @@ def estimate_plain(case: Case, machine: Machine, microbatches: int = 1, *, check
     segments = range(len(case.partition.segments))
     footprints = [case.footprint(s, rows) for s in segments]
     prices = [case.price(s, rows, machine, resident=True) for s in segments]
-    states = sum(b.all_nbytes - (b.nbytes(GRADIENT) if GRADIENT in b.kinds else 0) for b in case.layout.blocks)
+    states = sum(b.state_nbytes for b in case.layout.blocks)
     gradients = sum(master_bytes(b) for b in case.layout.blocks if case.layout.home(b) is not None)
     boundaries = sum(case.bytes_of(name, rows) for stashed, _, _ in case.crossing for name in stashed)
     graphs = boundaries if checkpointed else sum(f.graph for f in footprints)
@@ -317,7 +317,9 @@ class _Walk:
             self._end_update_of(block)
             start = max(self.now, self.pending.get(block.name, 0.0))
             if self.is_away:
-                start = self._move("read", start, block.nbytes(MASTER), urgent=True)
+                start = self._move(
+                    "read", start, block.nbytes(WORKING if WORKING in block.kinds else MASTER), urgent=True
+                )
             elif block.is_cast:  # by the thread that asks
                 seconds = (block.nbytes(MASTER) + block.working_nbytes) / self.machine.bandwidth["host"]
                 start = self._work("compute" if self.on_cpu else "cast", start, seconds)
@@ -514,7 +516,10 @@ class _Walk:
         _, _, name, block, own, start = heapq.heappop(self.jobs)
         start = max(start, self.updater_free)
         seconds = self.case.price_update(block, self.machine)
-        read = self._move("read", start, block.all_nbytes) if self.is_away else start
+        waiting = block.nbytes(GRADIENT) if GRADIENT in block.kinds else 0
+        read, is_next = start, block.users[:1] == (0,)  # the first segment's, which the next step begins with
+        if self.is_away:
+            read = self._move("read", start, block.state_nbytes + waiting, urgent=is_next)
         if self.on_cpu:  # beside compute, from which it takes its time
             self.debt += seconds
             self.busy["update"] += seconds
@@ -522,14 +527,13 @@ class _Walk:
         else:
             stepped = self._work("update", read, seconds)
         done = self.updater_free = stepped
-        kept = block.nbytes(GRADIENT) if GRADIENT in block.kinds else 0
         if self.is_away:
-            done = self._move("write", stepped, block.all_nbytes - kept)
+            done = self._move("write", stepped, block.all_nbytes - waiting)
         freed = own + self.parked.pop(name, 0)
         self._later(done, "host", "gradients", freed)  # crowded, steps end hardly before writes
         self.lagging = (done, own)
         if self.case.on_disk:
-            pieces = block.all_nbytes - kept
+            pieces = block.all_nbytes - waiting
             if not block.whole:
                 pieces = min((AHEAD + 1) * pieces * UNIT // block.numel, 2 * pieces)
             self._add("host", "update", pieces)

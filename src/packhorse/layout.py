@@ -18,7 +18,7 @@ from packhorse.graph import Graph
 from packhorse.optimizer import StateKind, Stepper
 from packhorse.partition import Partition, Segment
 from packhorse.ranks.shards import Shard, make_shard
-from packhorse.store import GRADIENT, MASTER, Block, Slot, make_block
+from packhorse.store import GRADIENT, MASTER, WORKING, Block, Slot, make_block
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,8 @@ def make_layout(
         counts[place] += 1
         kept = dict(kinds)
         block_users[name] = tuple(s for s in users.get(names[0], ()) if s in here)
+        if on_disk and working != kept[MASTER]:
+            kept[WORKING] = working
         if updated:
             states[name] = {n: _states(graph, stepper, n) for n in names}
             if on_disk and (deferred or len(block_users[name]) > 1):

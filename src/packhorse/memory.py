@@ -267,9 +267,9 @@ class Heap:
         self.ledger, self.plenty, self.ceiling = ledger, plenty, ceiling
         self._base = self._floor = self._uncounted_bytes() - going
         self._trim, set_option = _find_in_libc("malloc_trim"), _find_in_libc("mallopt")
-        if plenty and set_option is not None:
-            set_option(_MMAP_THRESHOLD, 1 << 30)
-            set_option(_TRIM_THRESHOLD, (1 << 31) - 1)
+        if set_option is not None:
+            set_option(_MMAP_THRESHOLD, 1 << 30 if plenty else LARGE)
+            set_option(_TRIM_THRESHOLD, (1 << 31) - 1 if plenty else KEPT_ON_TOP)
 
     def tidy(self, reusable: int = 0, *, needed: int | None = None, computing: bool = False) -> None:
         """Gives back what lies idle, if what is `needed` next finds no room beside it; where that is not known, in any case.
@@ -296,3 +296,7 @@ class Heap:
 
 
 LEEWAY = 16 << 20  # growth that is let pass
+LARGE = (
+    16 << 20
+)  # a piece that malloc gives back as soon as it is freed; left alone, it learns to keep up to twice as much
+KEPT_ON_TOP = 64 << 20

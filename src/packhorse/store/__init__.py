@@ -1,6 +1,6 @@
 """The store: the model's parameters and optimizer states, in RAM or on disk."""
 
-from packhorse.store.blocks import GRADIENT, MASTER, Block, Slot, make_block
+from packhorse.store.blocks import GRADIENT, MASTER, WORKING, Block, Slot, make_block
 from packhorse.store.disk import DiskStore
 from packhorse.store.journal import Journal
 from packhorse.store.ram import RamStore
@@ -10,6 +10,7 @@ from packhorse.store.store import Loan, Store
 __all__ = [
     "GRADIENT",
     "MASTER",
+    "WORKING",
     "Block",
     "DiskStore",
     "Journal",

@@ -17,7 +17,7 @@ from packhorse.memory import PAGE
 ALIGNMENT = PAGE  # in elements: a page even of one-byte elements
 UNIT = 1 << 20  # elements, at most, that are read, checked and written together
 
-MASTER, GRADIENT = "master", "gradient"
+MASTER, WORKING, GRADIENT = "master", "working", "gradient"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,9 @@ class Block:
     name: str
     slots: tuple[Slot, ...]
     kinds: Mapping[str, torch.dtype]
-    working: torch.dtype  # what segments run with: masters are cast to it as they are fetched
+    working: (
+        torch.dtype
+    )  # what segments run with: masters are cast to it, once they are written, or as they are fetched
     whole: bool = False  # its tensors cannot be updated in parts
     users: tuple[int, ...] = ()  # segments that add to its gradient; it is updated after the first; none: never
     length: int = 0  # in elements, where it is more than its tensors take
@@ -102,6 +104,15 @@ class Block:
     @property
     def all_nbytes(self) -> int:
         return sum(self.nbytes(kind) for kind in self.kinds)
+
+    @property
+    def state_nbytes(self) -> int:
+        """Masters and optimizer states: what an update reads."""
+        return sum(self.nbytes(kind) for kind in self.kinds if kind not in (WORKING, GRADIENT))
+
+    @property
+    def has_states(self) -> bool:
+        return any(kind not in (MASTER, WORKING, GRADIENT) for kind in self.kinds)
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         return {slot.name: slot.view(flat) for slot in self.slots}

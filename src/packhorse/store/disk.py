@@ -28,12 +28,12 @@ from torch import Tensor
 from packhorse.errors import StoreError
 from packhorse.memory import Ledger, Pool
 from packhorse.store.block_files import BlockFiles, describe_blocks, rebuild_blocks
-from packhorse.store.blocks import GRADIENT, Block
+from packhorse.store.blocks import GRADIENT, MASTER, WORKING, Block
 from packhorse.store.files import File, FileSystem, Lock, digest, replace_small, seal, unseal, write_small
 from packhorse.store.journal import Journal
 from packhorse.store.lane import ORDINARY, Lane
 from packhorse.store.places import make_places
-from packhorse.store.relayout import copy_blocks, find_difference
+from packhorse.store.relayout import copy_blocks, find_difference, write_working
 from packhorse.store.runs import MANIFESTS, Earlier
 from packhorse.store.store import Link, Store
 from packhorse.units import format_bytes
@@ -321,7 +321,10 @@ class DiskStore(Store):
     ) -> "DiskLoan":
         stop = block.numel if stop is None else stop
         role = "update buffers" if dtype is None else "weights"
-        return DiskLoan(self, block, kind, start, stop, dtype or block.kinds[kind], role, read, priority)
+        if dtype is not None and dtype != block.kinds[kind]:
+            assert kind == MASTER and dtype == block.kinds[WORKING], "the only cast copy there is"
+            kind = WORKING
+        return DiskLoan(self, block, kind, start, stop, role, read, priority)
 
     def publish(self, block: Block) -> None:
         self.files.publish(block)
@@ -365,27 +368,21 @@ class DiskStore(Store):
         block, kind, files = loan.block, loan.kind, self.files
         self._dirty = self._dirty or (write and kind != GRADIENT)
         runs, sums = files.places.runs(block, kind, write=write), files.sums[block.name, kind]
-        stored = block.kinds[kind]
 
         def job(unit: int, start: int, stop: int) -> Callable[[], None]:
             def run() -> None:
                 piece = loan.result[start - loan.start : stop - loan.start]
                 if write:
                     files.write(block, kind, unit, piece.view(torch.uint8), runs)
-                elif piece.dtype == stored:
+                    if kind == MASTER:
+                        write_working(files, block, unit, piece, self._pool)
+                else:
                     files.read(block, kind, unit, piece.view(torch.uint8), runs, sums[unit])
-                else:  # piece by piece, so that they are never all in memory as they are stored
-                    buffer = self._pool.take(piece.numel() * stored.itemsize, "weights")
-                    try:
-                        files.read(block, kind, unit, buffer, runs, sums[unit])
-                        piece.copy_(buffer.view(stored))
-                    finally:
-                        self._pool.give(buffer, "weights")
-                self.link.pass_through(piece.numel() * stored.itemsize)
+                self.link.pass_through(piece.nbytes)
 
             return run
 
-        assert not write or loan.result.dtype == stored, "a cast copy is read only"
+        assert not write or kind != WORKING, "a cast copy is read only"
         units = block.units_between(loan.start, loan.stop)
         return self.lane.submit_all([job(*unit) for unit in units], loan.result, priority=priority)
 
@@ -521,13 +518,13 @@ class DiskLoan:
         kind: str,
         start: int,
         stop: int,
-        dtype: torch.dtype,
         role: str,
         read: bool,
         priority: int,
     ):
         self.store, self.block, self.kind, self.start, self.stop = store, block, kind, start, stop
         self.role, self.priority = role, priority
+        dtype = block.kinds[kind]
         self.buffer = store.take_buffer((stop - start) * dtype.itemsize, self.role)
         self.result = self.buffer.view(dtype)
         self.ready: Future[Tensor] = (

@@ -11,22 +11,38 @@ from torch import Tensor
 from packhorse.errors import StoreError
 from packhorse.memory import Pool
 from packhorse.store.block_files import BlockFiles
-from packhorse.store.blocks import GRADIENT, MASTER, Block, Slot
+from packhorse.store.blocks import GRADIENT, MASTER, WORKING, Block, Slot
 
 
 def copy_blocks(old: Sequence[BlockFiles], new: BlockFiles, pool: Pool) -> None:
     """`old` may be several, each with some tensors, or with pieces of them."""
     for block in new.blocks.values():
         for kind, dtype in block.kinds.items():
-            if kind == GRADIENT:
+            if kind in (WORKING, GRADIENT):
                 continue
             for unit, (start, stop) in enumerate(block.units):
                 buffer = pool.take((stop - start) * dtype.itemsize, "update buffers")
                 buffer.zero_()
                 if _gather(old, block, kind, start, stop, buffer.view(dtype)):
                     new.write(block, kind, unit, buffer, new.places.runs(block, kind, write=True))
+                    if kind == MASTER:
+                        write_working(new, block, unit, buffer.view(dtype), pool)
                 pool.give(buffer, "update buffers")
         new.publish(block)
+
+
+def write_working(files: BlockFiles, block: Block, unit: int, masters: Tensor, pool: Pool) -> None:
+    """The copy that segments run with, cast from masters that are written; none for a block that runs with those."""
+    if WORKING not in block.kinds:
+        return
+    dtype = block.kinds[WORKING]
+    buffer = pool.take(masters.numel() * dtype.itemsize, "update buffers")
+    try:
+        cast = buffer[: masters.numel() * dtype.itemsize]
+        cast.view(dtype).copy_(masters)
+        files.write(block, WORKING, unit, cast, files.places.runs(block, WORKING, write=True))
+    finally:
+        pool.give(buffer, "update buffers")
 
 
 def _gather(old: Sequence[BlockFiles], block: Block, kind: str, start: int, stop: int, target: Tensor) -> bool:
@@ -55,7 +71,7 @@ def _find(files: BlockFiles, wanted: Slot, kind: str) -> Slot | None:
         source, held = files.find(wanted.name)
     except StopIteration:
         return None
-    if len(source.kinds) == 1 and kind != MASTER:
+    if not source.has_states and kind != MASTER:
         return None  # not updated so far, or by another rank: its states begin now, or are there
     if kind not in source.kinds:
         raise StoreError(

@@ -99,7 +99,7 @@ class Store(ABC):
         """Starts to bring elements `start` to `stop`; without `read` they need not be what they were.
 
         Those of lower `priority` go first, on their way back too.
-        With a `dtype` other than the kind's, what comes is a cast copy, to be read only.
+        With a `dtype` other than the kind's, what comes is the cast copy of a master, to be read only.
         """
 
     @abstractmethod
