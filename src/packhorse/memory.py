@@ -145,7 +145,7 @@ def map_bytes(nbytes: int) -> Tensor:
     # Not shared, as Python would have it: shared memory gets no huge pages.
     flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     region = mmap.mmap(-1, max(nbytes, PAGE), **flags)
-    if nbytes >= 2 * HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+    if nbytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
         region.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults, where the system allows
     return torch.frombuffer(region, dtype=torch.uint8)[:nbytes]
 
