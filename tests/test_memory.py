@@ -3,7 +3,7 @@
 import pytest
 
 from packhorse import memory
-from packhorse.memory import Heap, Ledger
+from packhorse.memory import IDLE, PATIENCE, Heap, Ledger, Pool
 
 MB = 1 << 20
 
@@ -55,3 +55,17 @@ def test_what_comes_next_needs_no_new_room_for_what_it_uses_again(
     heap.tidy(50 * MB, needed=61 * MB)
     heap.tidy(200 * MB, needed=101 * MB)  # no more is used again than lies idle
     assert trims == [190 * MB] * 2
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_buffers_wait_while_there_is_room(room: bool) -> None:
+    pool = Pool(Ledger())
+    pool.has_room = lambda: room
+    buffers = [pool.take(IDLE // 2, "weights") for _ in range(4)]
+    for buffer in buffers:
+        pool.give(buffer, "weights")
+    for _ in range(PATIENCE):
+        pool.give(pool.take(IDLE // 2, "weights"), "weights")
+    assert pool.mapped == (2 * IDLE if room else IDLE)
+    pool.shrink()
+    assert pool.mapped == IDLE

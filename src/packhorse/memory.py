@@ -168,8 +168,8 @@ class Pool:
 
     Together with those that wait unused they never take more than was once in use. What waits is given back, down to `IDLE`,
     when it has waited while `PATIENCE` others were taken for the same: the next layer takes at once what the last one gave,
-    but what only an embedding fills would lie idle while others need the memory. Where all `has_room` it waits on: the system
-    fills what it hands out with zeros, which takes longer than many a use of it.
+    but what only an embedding fills would lie idle while others need the memory. Where there is room (`has_room`) it waits on:
+    the system fills what it hands out with zeros, which takes longer than many a use of it.
     """
 
     def __init__(self, ledger: Ledger, tier: Tier = "host"):
@@ -296,7 +296,6 @@ class Heap:
 
 
 LEEWAY = 16 << 20  # growth that is let pass
-LARGE = (
-    16 << 20
-)  # a piece that malloc gives back as soon as it is freed; left alone, it learns to keep up to twice as much
-KEPT_ON_TOP = 64 << 20
+# Pieces of at least that size malloc gives back as soon as they are freed; left alone, it learns to keep twice as large ones.
+LARGE = 16 << 20
+KEPT_ON_TOP = 64 << 20  # of the heap, before malloc gives back by itself

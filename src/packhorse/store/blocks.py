@@ -58,9 +58,7 @@ class Block:
     name: str
     slots: tuple[Slot, ...]
     kinds: Mapping[str, torch.dtype]
-    working: (
-        torch.dtype
-    )  # what segments run with: masters are cast to it, once they are written, or as they are fetched
+    working: torch.dtype  # what segments run with: masters are cast to it as they are written, or fetched
     whole: bool = False  # its tensors cannot be updated in parts
     users: tuple[int, ...] = ()  # segments that add to its gradient; it is updated after the first; none: never
     length: int = 0  # in elements, where it is more than its tensors take

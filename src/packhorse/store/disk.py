@@ -375,7 +375,7 @@ class DiskStore(Store):
                 if write:
                     files.write(block, kind, unit, piece.view(torch.uint8), runs)
                     if kind == MASTER:
-                        write_working(files, block, unit, piece, self._pool)
+                        self.link.pass_through(write_working(files, block, unit, piece, runs, self._pool))
                 else:
                     files.read(block, kind, unit, piece.view(torch.uint8), runs, sums[unit])
                 self.link.pass_through(piece.nbytes)

@@ -12,6 +12,7 @@ from packhorse.errors import StoreError
 from packhorse.memory import Pool
 from packhorse.store.block_files import BlockFiles
 from packhorse.store.blocks import GRADIENT, MASTER, WORKING, Block, Slot
+from packhorse.store.places import Runs
 
 
 def copy_blocks(old: Sequence[BlockFiles], new: BlockFiles, pool: Pool) -> None:
@@ -24,23 +25,28 @@ def copy_blocks(old: Sequence[BlockFiles], new: BlockFiles, pool: Pool) -> None:
                 buffer = pool.take((stop - start) * dtype.itemsize, "update buffers")
                 buffer.zero_()
                 if _gather(old, block, kind, start, stop, buffer.view(dtype)):
-                    new.write(block, kind, unit, buffer, new.places.runs(block, kind, write=True))
+                    runs = new.places.runs(block, kind, write=True)
+                    new.write(block, kind, unit, buffer, runs)
                     if kind == MASTER:
-                        write_working(new, block, unit, buffer.view(dtype), pool)
+                        write_working(new, block, unit, buffer.view(dtype), runs, pool)
                 pool.give(buffer, "update buffers")
         new.publish(block)
 
 
-def write_working(files: BlockFiles, block: Block, unit: int, masters: Tensor, pool: Pool) -> None:
-    """The copy that segments run with, cast from masters that are written; none for a block that runs with those."""
+def write_working(files: BlockFiles, block: Block, unit: int, masters: Tensor, runs: Runs, pool: Pool) -> int:
+    """The copy that segments run with, cast from masters that go to `runs`; none for a block that runs with those.
+
+    Returns how many bytes that was.
+    """
     if WORKING not in block.kinds:
-        return
+        return 0
     dtype = block.kinds[WORKING]
     buffer = pool.take(masters.numel() * dtype.itemsize, "update buffers")
     try:
         cast = buffer[: masters.numel() * dtype.itemsize]
         cast.view(dtype).copy_(masters)
-        files.write(block, WORKING, unit, cast, files.places.runs(block, WORKING, write=True))
+        files.write(block, WORKING, unit, cast, runs)
+        return cast.nbytes
     finally:
         pool.give(buffer, "update buffers")
 
