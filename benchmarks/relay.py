@@ -280,7 +280,7 @@ def time_step(step: Any) -> float:
 
 def measure_depth(options: argparse.Namespace) -> dict[str, Any]:
     """Peak memory above import: at 12 and at 384 layers of width 512, with 4 and with 64 microbatches of the same size."""
-    options.heads, options.width, options.context, options.repeats = 8, 512, 128, 0
+    options.heads, options.width, options.context, options.repeats = 8, 512, 128, 1
     results = {}
     for layers, microbatches in ((12, 4), (384, 4), (12, 64)):
         options.layers, options.microbatches, options.tokens = layers, microbatches, 256 * microbatches

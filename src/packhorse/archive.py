@@ -130,7 +130,7 @@ def export_store(directory: str | Path, target: str | Path) -> list[Path]:
     """Writes the stored model as safetensors, as `Trainer.save` would."""
     with ExitStack() as stack:
         stores = [stack.enter_context(_opened(path)) for path in _find_stores(directory)]
-        header, steps = stores[0].header, {store.committed_step for store in stores}
+        header, steps = stores[0].read_header(), {store.committed_step for store in stores}
         if len(steps) > 1:
             raise StoreError(
                 f"the ranks' stores in {directory} ended at steps {sorted(steps)}; resume the run, which goes on from a step "

@@ -19,7 +19,7 @@ from packhorse.ranks.links import Links
 from packhorse.ranks.shape import Ranks
 from packhorse.ranks.stages import assign, cut_into_stages
 from packhorse.rehearse import Rehearsed
-from packhorse.search import REHEARSALS, CaseOf, Wish, choose_with, is_worth_running
+from packhorse.search import REHEARSALS, CaseOf, Wish, choose_with, is_worth_running, make_cases
 
 MOST_AHEAD = 3  # microbatches that may hide the time of a message
 MOST_STAGES = 32
@@ -135,9 +135,8 @@ class _Way:
         """Of the first rank."""
         found = lay_out(self.graph, wish, ranks)
         case_of = found.case_of(self.case_at, 0, self.updated)
-        return found, *choose_with(
-            self.graph, case_of, found.wish, self.memory, self.machine, self.rehearsed, explain=explain
-        )
+        cases = make_cases(self.graph, case_of, found.wish)
+        return found, *choose_with(cases, found.wish, self.memory, self.machine, self.rehearsed, explain=explain)
 
     def _refuse(self, refusals: Sequence[tuple[Wish, Ranks, PackhorseError]]) -> PackhorseError:
         """Of several ways, what the one says that takes least memory; it is asked to explain itself."""

@@ -81,6 +81,14 @@ def peak_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+def settle() -> None:
+    """Loads what torch loads on first use, so that nobody takes it for what training takes: 80 MB of Python modules."""
+    import torch._dynamo  # as every optimizer does when it is made
+
+    one = torch.ones(1, requires_grad=True)
+    torch.autograd.grad(one * 1, one)
+
+
 class PeakWatch:
     """By how much this process grows from now on, at most; None where the system does not tell."""
 

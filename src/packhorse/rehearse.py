@@ -25,7 +25,7 @@ from torch import Tensor
 
 from packhorse.graph import Size
 from packhorse.graph.graph import Type
-from packhorse.memory import Heap, Ledger, PeakWatch
+from packhorse.memory import Heap, Ledger, PeakWatch, settle
 from packhorse.partition import Segment
 from packhorse.price import Price
 from packhorse.running import Running
@@ -236,6 +236,7 @@ def run(segments: Sequence[Segment], rows: int, resident: bool, device: torch.de
     values: dict[str, Tensor] = {}
     chained = values if resident else None
     company = _Company([partial(_Play, segment, rows, device, running, chained) for segment in segments])
+    settle()
     watch = PeakWatch()
 
     def take(microbatches: int) -> None:

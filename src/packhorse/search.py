@@ -4,7 +4,7 @@ In: a graph, what the user fixed, a budget, a machine, and a way to make a `Case
 with the reasons; or a refusal that names the smallest budget that works and the cheapest change that makes it fit.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -97,14 +97,15 @@ def choose(
     known then, until it stands. What was `rehearsed` before counts.
     """
     rehearsed = Rehearsed() if rehearsed is None else rehearsed
-    case, plan = choose_with(graph, case_of, wish, memory, machine, rehearsed, explain=explain)
+    cases = _Remembered(make_cases(graph, case_of, wish))
+    case, plan = choose_with(cases, wish, memory, machine, rehearsed, explain=explain)
     for _ in range(REHEARSALS):
         if plan.ranks.size > 1 or not is_worth_running(case, plan, memory, machine):
             break  # ranks that do it at once would measure each other
         if not case.rehearse(plan.rows, machine, resident=plan.is_resident):
             break
         try:
-            case, plan = choose_with(graph, case_of, wish, memory, machine, rehearsed, explain=False)
+            case, plan = choose_with(cases, wish, memory, machine, rehearsed, explain=False)
         except BudgetError:
             found = "run beforehand, its segments took more memory than reckoned: it may take more than planned"
             return case, replace(plan, reasons=(*plan.reasons, found))
@@ -121,13 +122,31 @@ def is_worth_running(case: Case, plan: Plan, memory: Memory, machine: Machine) -
     return needed <= min(_find_limits(case, memory, machine)["host"], available_bytes())
 
 
+def make_cases(graph: Graph, case_of: CaseOf, wish: Wish) -> Iterator[Case]:
+    """In the order in which they are tried."""
+    return (case_of(part) for part in _partitions(graph, wish))
+
+
+class _Remembered(Iterable[Case]):
+    """Cases that are made when they are first asked for, and then kept: of a deep model each takes megabytes."""
+
+    def __init__(self, cases: Iterator[Case]):
+        self._coming, self._made = cases, list[Case]()
+
+    def __iter__(self) -> Iterator[Case]:
+        yield from self._made
+        for case in self._coming:
+            self._made.append(case)
+            yield case
+
+
 def choose_with(
-    graph: Graph, case_of: CaseOf, wish: Wish, memory: Memory, machine: Machine, rehearsed: Rehearsed, *, explain: bool
+    cases: Iterable[Case], wish: Wish, memory: Memory, machine: Machine, rehearsed: Rehearsed, *, explain: bool
 ) -> tuple[Case, Plan]:
     """With what is known of segments that were run."""
     tried: list[_Search] = []
-    for part in _partitions(graph, wish):
-        case = replace(case_of(part), rehearsed=rehearsed)
+    for made in cases:
+        case = replace(made, rehearsed=rehearsed)
         search = _Search(case, wish, machine, _find_limits(case, memory, machine), _has_budget(memory))
         found = search.run()
         if found is None and case.may_roll and any(search.lacks_disk(plan) for plan in search.refused):
@@ -141,10 +160,10 @@ def choose_with(
             return case, replace(found, reasons=search.explain(found))
         tried.append(search)
     if not explain:
-        raise BudgetError(f"{graph.name} does not fit")
+        raise BudgetError(f"{tried[0].case.partition.graph.name} does not fit")
     closest = [(search.case, search.find_least()) for search in tried]
     case, least = min(closest, key=lambda pair: _excess(pair[1].estimate, _find_limits(pair[0], memory, machine)))
-    raise BudgetError(_refuse(graph, case_of, case, least, wish, memory, machine))
+    raise BudgetError(_refuse(case, least, wish, memory, machine))
 
 
 def _has_budget(memory: Memory) -> bool:
@@ -487,9 +506,7 @@ def _two_largest_neighbours(sizes: Mapping[int, int]) -> int:
 # -- refusing
 
 
-def _refuse(
-    graph: Graph, case_of: CaseOf, case: Case, least: Plan, wish: Wish, memory: Memory, machine: Machine
-) -> str:
+def _refuse(case: Case, least: Plan, wish: Wish, memory: Memory, machine: Machine) -> str:
     limits = _find_limits(case, memory, machine)
     tier = _scarcest(least.estimate, limits)
     kinds = least.estimate.kinds[tier]
@@ -519,7 +536,7 @@ def _refuse(
     if not changes:
         changes.append("give it more memory" if memory.limit(tier) is not None else "take a larger machine")
     return (
-        f"{graph.name} does not fit {there}, {format_bytes(limits[tier])}: {needed} ({least.strategy}, {least.microbatches} "
+        f"{least.model} does not fit {there}, {format_bytes(limits[tier])}: {needed} ({least.strategy}, {least.microbatches} "
         f"microbatches), most of it for {kind}; the cheapest change: {', or '.join(changes)}"
     )
 

@@ -23,7 +23,7 @@ from packhorse.ranks.shards import Shard
 from packhorse.ranks.world import World
 from packhorse.store import MASTER, Block, Slot, Store
 from packhorse.store.encode import decode
-from packhorse.update import Small
+from packhorse.update import Small, share_scalar
 from packhorse.weights import FileTensor
 
 
@@ -167,7 +167,7 @@ class ModelState:
                 own.started.add(name)
                 for state in (k.name for k in own.kinds[name] if not k.large):
                     if (name, state) not in own.values:
-                        own.values[name, state] = tensors[f"scalars:{state}"][i]
+                        own.values[name, state] = share_scalar(tensors[f"scalars:{state}"][i].clone())
 
     def take_up(self, records: Iterable[Mapping[str, Any]]) -> None:
         """What an interrupted step had advanced, as its journal says."""

@@ -28,7 +28,7 @@ from packhorse.graph import Graph
 from packhorse.layout import make_layout
 from packhorse.lowering import finish
 from packhorse.machine import Machine
-from packhorse.memory import Heap, Ledger, Memory, Pool, peak_resident_bytes, read_budget, resident_bytes
+from packhorse.memory import Heap, Ledger, Memory, Pool, peak_resident_bytes, read_budget, resident_bytes, settle
 from packhorse.optimizer import Stepper, refuse_sparse
 from packhorse.partition import Partition
 from packhorse.plan import Measured, Plan, Strategy, find_fingerprint, read_plan
@@ -142,7 +142,9 @@ class Trainer:
         ranks: Ranks | None,
     ) -> None:
         """Captures, cuts, plans, fills the store; what a run left unfinished is finished first, the way it was begun."""
-        budget, base = read_budget(memory, self._device.name), resident_bytes()
+        budget = read_budget(memory, self._device.name)
+        settle()
+        base = resident_bytes()
         if self._world is not None:
             self._agree(self._world, example, wish, ranks)
         graph = self._tasks.capture("train", example)

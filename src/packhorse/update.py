@@ -12,6 +12,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -43,6 +44,17 @@ class Small:
         """For a journal."""
         values = [[name, kind, encode(value, kind)] for (name, kind), value in self.values.items()]
         return {"started": sorted(self.started), "values": values}
+
+
+_scalars: WeakValueDictionary[tuple[torch.dtype, str], Tensor] = WeakValueDictionary()
+
+
+def share_scalar(value: Tensor) -> Tensor:
+    """One tensor for all scalars of that value, such as the step counts of a deep model's thousands of parameters.
+
+    Small pieces that stay, made while large ones come and go, would keep malloc from using those places again.
+    """
+    return value if value.ndim else _scalars.setdefault((value.dtype, repr(value.item())), value)
 
 
 @dataclass
@@ -336,7 +348,7 @@ class Updater:
         for kind in self.small[block.name].kinds[slot.name]:
             value = tile.piece.state[kind.name]
             if not kind.large:
-                advanced[slot.name, kind.name] = value
+                advanced[slot.name, kind.name] = share_scalar(value)
                 continue
             stored = _cut(flats[kind.name], slot, tile.at, tile.end, start)
             if value.data_ptr() != stored.data_ptr():

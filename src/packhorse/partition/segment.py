@@ -31,7 +31,9 @@ class Segment:
     @cached_property
     def code(self) -> Code:
         """The compiled function; twins share the object."""
-        return get_code(self._binding.source)
+        code = get_code(self._binding.source)
+        self._binding.source = code.source  # one text for all twins
+        return code
 
     @cached_property
     def hollow(self) -> frozenset[int]:

@@ -78,7 +78,6 @@ class DiskStore(Store):
         self.link = Link(bytes_per_second)
         self.system = filesystem or FileSystem()
         self.lane = Lane("packhorse-disk", THREADS)
-        self.header: dict[str, Any] = {}
         self.lock = Lock(self.path / "lock")
         self._pool = Pool(Ledger())
         self._files: BlockFiles | None = None
@@ -144,8 +143,8 @@ class DiskStore(Store):
         self.system.make_directory(path)
         self._refuse_if_full(sum(make_places(blocks, self.versions, rolls=self.rolls).sizes.values()))
         files = self._block_files(path, blocks, create=True)
-        self.header = {**header, "format": FORMAT, "blocks": describe_blocks(blocks), "versions": self.versions}
-        replace_small(self.system, path / "header.json", seal(self.header), sync=self._syncs)
+        whole = {**header, "format": FORMAT, "blocks": describe_blocks(blocks), "versions": self.versions}
+        replace_small(self.system, path / "header.json", seal(whole), sync=self._syncs)
         return files
 
     def _block_files(self, path: Path, blocks: Sequence[Block], *, create: bool) -> BlockFiles:
@@ -199,9 +198,9 @@ class DiskStore(Store):
                 "be mixed, so it cannot be continued; start again in an empty directory"
             )
         path = self.path / manifest["blocks"]
-        self.header = unseal(path / "header.json")
-        checked, versions = manifest["checked"], self.header["versions"]
-        blocks, rolls = rebuild_blocks(self.header["blocks"]), checked and versions == 1
+        header = unseal(path / "header.json")
+        checked, versions = manifest["checked"], header["versions"]
+        blocks, rolls = rebuild_blocks(header["blocks"]), checked and versions == 1
         if self._files is not None:
             self._files.close()
         self._files = BlockFiles(
@@ -210,6 +209,10 @@ class DiskStore(Store):
         self._committed = manifest
         self._take_up(manifest, rolls)
         return manifest
+
+    def read_header(self) -> dict[str, Any]:
+        """What is stored. Of a deep model it is large, so nobody keeps it."""
+        return unseal(self.files.path / "header.json")
 
     def _take_up(self, manifest: Mapping[str, Any], rolls: bool) -> None:
         """Reads see the last commit, and what an interrupted step had updated since."""
@@ -226,10 +229,11 @@ class DiskStore(Store):
     def open(self, blocks: Sequence[Block], pool: Pool, header: Mapping[str, Any]) -> None:
         """Continues the run that is stored. Where the model is now cut into other blocks, it is laid out anew."""
         manifest = self.open_as_it_is(pool)
-        difference = find_difference(self.header, header)
+        found = self.read_header()
+        difference = find_difference(found, header)
         if difference:
             raise StoreError(f"{self.path} belongs to another model or optimizer: {difference}")
-        same = self.header["blocks"] == describe_blocks(blocks) and self.header["versions"] == self.versions
+        same = found["blocks"] == describe_blocks(blocks) and found["versions"] == self.versions
         if same and manifest["checked"] == (self.durability != "none"):
             path = self.files.path
             self.files.close()
