@@ -67,5 +67,5 @@ def test_buffers_wait_while_there_is_room(room: bool) -> None:
     for _ in range(PATIENCE):
         pool.give(pool.take(IDLE // 2, "weights"), "weights")
     assert pool.mapped == (2 * IDLE if room else IDLE)
-    pool.shrink()
+    pool.shrink(memory.IDLE)
     assert pool.mapped == IDLE

@@ -225,10 +225,10 @@ class Pool:
             self.ledger.add(self.tier, "idle buffers", buffer.nbytes)
             self._drop_old()
 
-    def shrink(self) -> None:
-        """Others need the memory."""
+    def shrink(self, idle: int) -> None:
+        """Others need the memory: no more than so many bytes wait."""
         with self._lock:
-            while self._idle > IDLE:
+            while self._idle > idle:
                 self._drop()
 
     def _drop_old(self) -> None:

@@ -23,12 +23,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from packhorse.device import find_device
+from packhorse.gradient import Gradient
 from packhorse.graph import Size
 from packhorse.graph.graph import Type
-from packhorse.memory import Heap, Ledger, PeakWatch, settle
+from packhorse.memory import Heap, Ledger, PeakWatch, Pool, settle
 from packhorse.partition import Segment
 from packhorse.price import Price
 from packhorse.running import Running
+from packhorse.store import MASTER
+from packhorse.store.blocks import make_block
 
 logger = logging.getLogger("packhorse")
 
@@ -162,10 +166,17 @@ class _Play:
     """A segment on made-up values, and the seconds it took."""
 
     def __init__(
-        self, segment: Segment, rows: int, device: torch.device, running: Running, chained: dict[str, Tensor] | None
+        self,
+        segment: Segment,
+        rows: int,
+        device: torch.device,
+        running: Running,
+        pool: Pool,
+        chained: dict[str, Tensor] | None,
     ):
         """`chained`: what others hand on, if they run one after another."""
         self.segment, self.rows, self.device, self.running, self.chained = segment, rows, device, running, chained
+        self.pool, self.host = pool, find_device(device, pool)
         graph = segment.graph
         types = {graph.values[o].name: graph.values[o].type for node in segment.nodes for o in node.operands}
         self.parameters = {name: self._make(types[name], 0.02) for name in segment.parameters}
@@ -174,7 +185,7 @@ class _Play:
         self.buffers = {name: self._make(types[name]) for name in segment.buffers}
         self.inputs = {name: types[name] for name in segment.inputs}
         self.graphs: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
-        self.sums: dict[str, Tensor] = {}
+        self.sums: dict[str, Gradient] = {}
         self.seconds: defaultdict[str, list[float]] = defaultdict(list)
 
     def _make(self, like: Type, value: float = 1.0) -> Tensor:
@@ -210,7 +221,22 @@ class _Play:
             found = self.segment.differentiate(self.parameters, leaves, outputs, seeds)
             del leaves, outputs
         for name in found.keys() & self.parameters.keys():
-            self.sums[name] = self.sums[name].add_(found[name]) if name in self.sums else found[name]
+            self._add_up(name, found.pop(name))
+
+    def _add_up(self, name: str, gradient: Tensor) -> None:
+        """As a step does, in the precision of masters."""
+        if name not in self.sums:
+            kinds = {MASTER: self.segment.graph.parameters[name].dtype}
+            block = make_block(name, [(name, self.parameters[name])], kinds)
+            self.sums[name] = Gradient(block, self.segment.index, self.host)
+        total = self.sums[name]
+        total.add(total.block.slots[0], gradient, alone=True)
+
+    def forget_sums(self) -> None:
+        for total in self.sums.values():
+            total.let_go()
+        self.sums.clear()
+        self.pool.shrink(0)
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:
@@ -232,10 +258,10 @@ class _Play:
 
 def run(segments: Sequence[Segment], rows: int, resident: bool, device: torch.device) -> Outcome:
     """One microbatch to warm up, then rounds of a few, in the order in which a step takes them."""
-    running = Running(Heap(Ledger(), plenty=False), lambda *_: None)
+    running, pool = Running(Heap(Ledger(), plenty=False), lambda *_: None), Pool(Ledger())
     values: dict[str, Tensor] = {}
     chained = values if resident else None
-    company = _Company([partial(_Play, segment, rows, device, running, chained) for segment in segments])
+    company = _Company([partial(_Play, segment, rows, device, running, pool, chained) for segment in segments])
     settle()
     watch = PeakWatch()
 
@@ -248,7 +274,7 @@ def run(segments: Sequence[Segment], rows: int, resident: bool, device: torch.de
         else:
             company.each(partial(_evaluate, microbatches))
             company.each(partial(_train, microbatches), backwards=True)
-        company.each(lambda play: play.sums.clear())
+        company.each(_Play.forget_sums)
 
     take(1)
     company.each(lambda play: play.seconds.clear())
@@ -270,7 +296,7 @@ def _train(microbatches: int, play: _Play) -> None:
     for _ in range(microbatches):
         play.forward("rebuilding")
         play.backward()
-    play.sums.clear()  # they go to the update
+    play.forget_sums()  # they go to the update
 
 
 class _Company:

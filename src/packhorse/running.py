@@ -5,7 +5,7 @@ What a segment leaves there is of use to a twin, and to no other.
 
 from collections.abc import Callable
 
-from packhorse.memory import Heap, Pool
+from packhorse.memory import IDLE, Heap, Pool
 from packhorse.partition import Segment
 
 
@@ -24,11 +24,11 @@ class Running:
         before, self.segment = self.segment, segment
         if before is segment:
             return
-        self._needed = self._find_need(segment, building)
+        self._needed, is_twin = self._find_need(segment, building), are_twins(before, segment)
         if self.pool is not None and not self.has_room():
-            self.pool.shrink()
+            self.pool.shrink(IDLE if is_twin else 0)  # which takes buffers of the same sizes
         reusable = segment.parameter_nbytes + int(2 * share * sum(node.nbytes for node in segment.nodes))
-        self.heap.tidy(reusable if are_twins(before, segment) else 0, needed=self._needed)
+        self.heap.tidy(reusable if is_twin else 0, needed=self._needed)
 
     def has_room(self) -> bool:
         """For all that the segment takes that runs, as if it had nothing yet."""
