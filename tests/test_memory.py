@@ -1,9 +1,17 @@
 """What becomes of memory that lies idle."""
 
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import torch
 
 from packhorse import memory
 from packhorse.memory import IDLE, PATIENCE, Heap, Ledger, Pool
+from packhorse.running import Running
+from packhorse.update import share_scalar
 
 MB = 1 << 20
 
@@ -67,5 +75,50 @@ def test_buffers_wait_while_there_is_room(room: bool) -> None:
     for _ in range(PATIENCE):
         pool.give(pool.take(IDLE // 2, "weights"), "weights")
     assert pool.mapped == (2 * IDLE if room else IDLE)
-    pool.shrink(memory.IDLE)
+    pool.shrink(IDLE)
     assert pool.mapped == IDLE
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_buffers_of_another_kind_of_segment_make_room(room: bool, resident: list[int]) -> None:
+    def segment(code: str) -> Any:
+        return SimpleNamespace(code=code, parameter_nbytes=0, nodes=())
+
+    pool = Pool(Ledger())
+    heap = Heap(Ledger(), plenty=False, ceiling=200 * MB)
+    running = Running(heap, lambda *_: 50 * MB if room else 150 * MB, pool)
+    layer, twin, head = segment(code := "layer"), segment(code), segment("head")
+    running.turn_to(layer, 1.0, True)
+    buffers = [pool.take(IDLE // 2, "weights") for _ in range(4)]
+    for buffer in buffers:
+        pool.give(buffer, "weights")
+    running.turn_to(twin, 1.0, True)
+    assert pool.mapped == (2 * IDLE if room else IDLE), "a twin takes them again"
+    running.turn_to(head, 1.0, True)
+    assert pool.mapped == (2 * IDLE if room else 0)
+
+
+def test_what_torch_loads_on_first_use_is_there_when_memory_is_measured() -> None:
+    program = """
+import sys, torch
+from packhorse.memory import settle
+settle()
+before = set(sys.modules)
+weight = torch.ones(2, 2, requires_grad=True)
+torch.autograd.grad(weight.sum(), weight)
+torch.optim.AdamW([weight])
+print(sorted(set(sys.modules) - before))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_equal_scalars_are_one_tensor() -> None:
+    one, other = share_scalar(torch.tensor(3.0)), share_scalar(torch.tensor(3.0))
+    assert one is other
+    zeros = [share_scalar(torch.tensor(value)) for value in (0.0, -0.0)]
+    assert zeros[0] is not zeros[1] and zeros[1].signbit()
+    assert share_scalar(torch.tensor(3.0, dtype=torch.float64)).dtype is torch.float64
+    assert share_scalar(torch.tensor(torch.nan)).isnan()
+    vector = torch.ones(2)
+    assert share_scalar(vector) is vector

@@ -10,12 +10,13 @@ from torch import nn
 import packhorse as ph
 import toys
 from packhorse import rehearse, search
-from packhorse.memory import TYPICAL, resident_bytes
+from packhorse.memory import TYPICAL, Heap, Ledger, Pool, resident_bytes
 from packhorse.models import load_task
 from packhorse.optimizer import Stepper
 from packhorse.partition import partition
 from packhorse.price import Price
 from packhorse.rehearse import Rehearsed
+from packhorse.running import Running
 
 CPU = torch.device("cpu")
 
@@ -104,6 +105,21 @@ def test_a_segment_that_fails_does_not_stop_the_others(graph: ph.Graph, monkeypa
     monkeypatch.setattr(rehearse._Play, "backward", backward)
     prices, _ = rehearse.run(segments, 2, False, CPU)
     assert [s.index for s, price in zip(segments, prices, strict=True) if price is None] == [1]
+
+
+def test_sums_are_as_precise_as_masters() -> None:
+    model, example = nn.Sequential(nn.Linear(8, 8)), (torch.randn(4, 8), torch.randn(4, 8))
+    graph = ph.capture(model, example, lambda output, batch: (output - batch[1]).square().mean(), precision="bf16")
+    pool = Pool(Ledger())
+    running = Running(Heap(Ledger(), plenty=False), lambda *_: None)
+    (segment,) = partition(graph, 1).segments
+    play = rehearse._Play(segment, 4, CPU, running, pool, None)
+    play.forward("rebuilding")
+    play.backward()
+    assert play.parameters["0.weight"].dtype is torch.bfloat16
+    assert {flat.dtype for total in play.sums.values() for flat in total.tensors.values()} == {torch.float32}
+    play.forget_sums()
+    assert not pool.mapped
 
 
 def test_the_optimizer_is_timed_as_it_is() -> None:

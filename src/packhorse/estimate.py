@@ -7,7 +7,7 @@ and waits for others, as the executor does. The ranks of a pipeline are walked s
 
 import heapq
 import math
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -155,7 +155,8 @@ class _Walk:
     stash: dict[tuple[str, str, int], tuple[int, bool]] = field(default_factory=dict)  # bytes, and whether on disk
     in_memory: int = 0  # of the stash
     most_used: int = 0  # of the buffers that serve again
-    lagging: tuple[float, int] = (0.0, 0)  # when the last update is done, and the bytes of its gradient
+    running: int | None = None  # the segment that does
+    lagging: deque[tuple[float, int]] = field(default_factory=deque)  # when updates are done, and bytes of gradients
     pending: dict[str, float] = field(default_factory=dict)  # block -> when its update is written
     urgent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # when a lane is free for those
     jobs: list[tuple[int, int, str, Block, int, float]] = field(default_factory=list)  # updates that wait, a heap
@@ -175,6 +176,8 @@ class _Walk:
         self.on_cpu = self.machine.device == "cpu"
         self.device: Tier = "host" if self.on_cpu else "device"
         self.is_over = False
+        most = self.choices.updates_ahead
+        self.lagging = deque(maxlen=most if self.case.ranks.size == 1 else 1)
         self.is_away = self.case.on_disk or self.case.is_slowed  # the model, behind a link
 
     def run(self, actions: Sequence[Action]) -> Estimate:
@@ -256,7 +259,7 @@ class _Walk:
             self.at_peak[tier] = found | {k: n for k, n in ((kind, working), ("idle buffers", idle)) if n}
 
     def _idle_bytes(self) -> int:
-        """Of the buffers that serve again: what is not in use, but was once, up to what may wait."""
+        """Of the buffers that serve again: what is not in use, but was for segments like this, up to what may wait."""
         used = sum(self.live["host", kind] for kind in ("weights", "update", "stash")) if self.case.on_disk else 0
         self.most_used = max(self.most_used, used)
         return min(IDLE, self.most_used - used)
@@ -304,6 +307,9 @@ class _Walk:
             self.arrivals["mail", s, k] = max(arrived)
 
     def _compute(self, s: int, k: int, seconds: float) -> None:
+        if self.running is not None and not self.case.are_twins(self.running, s):
+            self.most_used = 0  # where there is no room for what comes, idle buffers go
+        self.running = s
         arrived = max(self.arrivals.pop((kind, s, k), 0.0) for kind in ("value", "gradient", "mail"))
         start = max(self.now, self.ready[s], arrived)
         self.now = self._work("compute", start + self.debt, seconds * self.choices.times)
@@ -343,6 +349,7 @@ class _Walk:
         footprint = self.case.footprint(s, self.choices.rows)
         price, keeps = self._price(s), self._keeps(s)
         self._open_mail("F", s, k)
+        self.lagging.clear()
         self._compute(s, k, price.building if keeps else price.forward)
         if keeps:
             self._note(self.device, footprint.building)
@@ -399,9 +406,8 @@ class _Walk:
         self._let_go(s, k)
 
     def _lagging_bytes(self) -> int:
-        """The gradient of the last update, if it should be gone by now: crowded, it may still be there."""
-        done, nbytes = self.lagging
-        return nbytes if self.case.on_disk and done <= self.now else 0
+        """Gradients of the last updates, as many as may wait, if they should be gone by now: crowded, they still wait."""
+        return sum(nbytes for done, nbytes in self.lagging if done <= self.now) if self.case.on_disk else 0
 
     def _let_go(self, s: int, k: int) -> None:
         """What a segment read, once it is not needed again."""
@@ -425,6 +431,7 @@ class _Walk:
         on_disk = self.case.on_disk and (lasts or self.in_memory + nbytes > self.choices.stash_bytes)
         self.stash[key] = (nbytes, on_disk)
         if on_disk:
+            self.now += self._fill(nbytes)
             self._add("disk", "stash", nbytes)
             waiting = min(nbytes, int(2 * nbytes / self.choices.times))  # it is written in pieces
             self._add("host", "stash", waiting)
@@ -432,6 +439,10 @@ class _Walk:
         else:
             self._add("host", "stash", nbytes)
             self.in_memory += nbytes
+
+    def _fill(self, nbytes: int) -> float:
+        """Seconds of a core until a buffer that is new has been filled: the system hands out pages one by one."""
+        return nbytes / self.machine.kernels.get("fresh", math.inf)
 
     def _restore(self, s: int, k: int) -> None:
         for name in self.case.crossing[s][1]:
@@ -452,9 +463,10 @@ class _Walk:
         one = int(nbytes / self.choices.times)  # of those it stands for, one is in use at a time
         start = self.now
         if on_disk:
+            self.debt += self._fill(nbytes)
             start = self._move("read", start, nbytes, urgent=True)
-            self._add("host", "stash", one)
-            used.append(("host", "stash", one))
+            self._add("host", "restored", one)  # in memory of its own, not in a buffer that serves again
+            used.append(("host", "restored", one))
         elif last:
             self.in_memory -= nbytes
             used.append(("host", "stash", nbytes))
@@ -531,7 +543,7 @@ class _Walk:
             done = self._move("write", stepped, block.all_nbytes - waiting)
         freed = own + self.parked.pop(name, 0)
         self._later(done, "host", "gradients", freed)  # crowded, steps end hardly before writes
-        self.lagging = (done, own)
+        self.lagging.append((done, own))
         if self.case.on_disk:
             pieces = block.all_nbytes - waiting
             if not block.whole:

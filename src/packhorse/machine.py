@@ -13,7 +13,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import tomllib
 from collections.abc import Callable, Mapping
@@ -26,8 +25,7 @@ from torch.nn import functional
 
 from packhorse.errors import MachineError, PackhorseError, StoreError
 from packhorse.memory import Tier, available_bytes, map_bytes, total_bytes
-from packhorse.store.files import File, FileSystem
-from packhorse.threads import use_threads
+from packhorse.store.files import File, FileSystem, digest
 from packhorse.units import format_bytes, parse_bytes
 
 LINKS = ("device", "host", "link", "read", "write", "network")
@@ -376,15 +374,14 @@ def _measure_link(device: str) -> float:
 def _measure_disk(place: Path, device: str, nbytes: int = 128 << 20) -> tuple[float, float, float]:
     """Bytes a second of direct reads and writes, as a store makes them, in pieces of 4 MiB.
 
-    And how many of them cost the cores that compute a second, where those also move them.
+    And how many of them, with their checksums, take a second of a core: where cores also compute, compute waits for that.
     """
     path = place / f".packhorse-probe-{os.getpid()}"
     file: File | None = None
     try:
         file = File(FileSystem(), path, nbytes, create=True)
-        seconds = {verb: _move_all(move, nbytes) for verb, move in (("write", file.write), ("read", file.read))}
-        beside = _measure_beside(file, nbytes) if device == "cpu" else math.inf
-        return nbytes / seconds["read"], nbytes / seconds["write"], beside
+        (write, writing), (read, reading) = (_move_all(move, nbytes) for move in (file.write, file.read))
+        return nbytes / read, nbytes / write, 2 * nbytes / (writing + reading) if device == "cpu" else math.inf
     except StoreError:  # full, or not ours to write: a slow disk is assumed
         return UNKNOWN_DISK, UNKNOWN_DISK, math.inf
     finally:
@@ -393,40 +390,16 @@ def _measure_disk(place: Path, device: str, nbytes: int = 128 << 20) -> tuple[fl
         path.unlink(missing_ok=True)
 
 
-def _move_all(move: Callable[[torch.Tensor, int, str], None], nbytes: int, piece: int = 4 << 20) -> float:
-    buffer = map_bytes(piece)
-    started = time.perf_counter()
+def _move_all(move: Callable[[torch.Tensor, int, str], None], nbytes: int, piece: int = 4 << 20) -> tuple[float, float]:
+    """Seconds that passed for moving, and those of the core for that and for checksums."""
+    buffer = map_bytes(nbytes).fill_(1)  # not all of it stays in a cache
+    passed, started = 0.0, time.thread_time()
     for at in range(0, nbytes, piece):
-        move(buffer, at, "probe")
-    return time.perf_counter() - started
-
-
-def _measure_beside(file: File, nbytes: int) -> float:
-    """What products lose while a thread reads into new memory and writes, by the byte."""
-    x, w = torch.randn(512, 1024), torch.randn(1024, 1024)
-
-    def compute() -> float:
-        return _typical(lambda: [x @ w for _ in range(20)], 0.5)
-
-    alone, moved, ended = compute(), 0, threading.Event()
-
-    def move() -> None:
-        nonlocal moved
-        use_threads(1)
-        while not ended.is_set():
-            for verb in (file.read, file.write):
-                _move_all(verb, nbytes // 8)
-                moved += nbytes // 8
-
-    thread = threading.Thread(target=move)
-    started = time.perf_counter()
-    thread.start()
-    crowded = compute()
-    ended.set()
-    thread.join()
-    taken = time.perf_counter() - started
-    lost = max(1 - alone / crowded, 1e-3)  # of every second
-    return moved / taken / lost
+        part, begun = buffer[at : at + piece], time.perf_counter()
+        move(part, at, "probe")
+        passed += time.perf_counter() - begun
+        digest(memoryview(part.numpy()))  # type: ignore[arg-type]  # numpy's stubs hide that arrays are buffers
+    return passed, time.thread_time() - started
 
 
 def find_machine(name: str | Path | Machine | None, directory: str | Path | None = None) -> Machine:
