@@ -176,10 +176,6 @@ class Case:
         """Of each segment, the same for those that take the same."""
         return [_find_kind(segment) for segment in self.partition.segments]
 
-    def are_twins(self, s: int, t: int) -> bool:
-        """Whether buffers of one serve the other."""
-        return s == t or self.partition.segments[s].code is self.partition.segments[t].code
-
     @cached_property
     def _footprints(self) -> dict[tuple[Any, int], Footprint]:
         return {}

@@ -15,8 +15,10 @@ from typing import Any
 from packhorse.case import Case, count_uses, master_bytes, summed_bytes
 from packhorse.machine import Machine
 from packhorse.memory import IDLE, Tier
+from packhorse.partition import Segment
 from packhorse.price import Price, price_update
 from packhorse.ranks.links import Links, Tie
+from packhorse.running import are_twins
 from packhorse.schedule import Action
 from packhorse.store import GRADIENT, MASTER, WORKING, Block
 from packhorse.store.blocks import UNIT
@@ -155,8 +157,8 @@ class _Walk:
     stash: dict[tuple[str, str, int], tuple[int, bool]] = field(default_factory=dict)  # bytes, and whether on disk
     in_memory: int = 0  # of the stash
     most_used: int = 0  # of the buffers that serve again
-    running: int | None = None  # the segment that does
-    lagging: deque[tuple[float, int]] = field(default_factory=deque)  # when updates are done, and bytes of gradients
+    running: Segment | None = None
+    lagging: deque[tuple[float, int]] = field(init=False)  # when updates are done, and bytes of their gradients
     pending: dict[str, float] = field(default_factory=dict)  # block -> when its update is written
     urgent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # when a lane is free for those
     jobs: list[tuple[int, int, str, Block, int, float]] = field(default_factory=list)  # updates that wait, a heap
@@ -307,9 +309,10 @@ class _Walk:
             self.arrivals["mail", s, k] = max(arrived)
 
     def _compute(self, s: int, k: int, seconds: float) -> None:
-        if self.running is not None and not self.case.are_twins(self.running, s):
+        segment = self.case.partition.segments[s]
+        if not are_twins(self.running, segment):
             self.most_used = 0  # where there is no room for what comes, idle buffers go
-        self.running = s
+        self.running = segment
         arrived = max(self.arrivals.pop((kind, s, k), 0.0) for kind in ("value", "gradient", "mail"))
         start = max(self.now, self.ready[s], arrived)
         self.now = self._work("compute", start + self.debt, seconds * self.choices.times)

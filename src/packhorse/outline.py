@@ -17,7 +17,7 @@ from packhorse.errors import BudgetError, MachineError, PlanError
 from packhorse.graph import Graph
 from packhorse.layout import make_layout
 from packhorse.machine import Machine, find_machine
-from packhorse.memory import TYPICAL, Memory, read_budget, resident_bytes
+from packhorse.memory import TYPICAL, Memory, read_budget, resident_bytes, settle
 from packhorse.optimizer import Stepper
 from packhorse.partition import Partition
 from packhorse.plan import Plan, Strategy, read_plan
@@ -66,7 +66,10 @@ def make_plan(
         wish, on_disk = wish.pinned_to(plan), plan.on_disk
         ranks = wish.ranks if wish.ranks != ALONE else ranks
     size = ranks.size if isinstance(ranks, Ranks) else ranks
-    budget = read_budget(memory, machine.device)
+    budget, base = read_budget(memory, machine.device), TYPICAL
+    if machine.is_here:
+        settle()
+        base = resident_bytes()
 
     def case_at(on_disk: bool, part: Partition, wish: Wish, links: Links | None) -> Case:
         deferred = update == "deferred" or graph.precision == "fp16"
@@ -87,7 +90,7 @@ def make_plan(
             graph.precision,
             "deferred" if deferred else "eager",
             on_disk,
-            resident_bytes() if machine.is_here else TYPICAL,
+            base,
             versions=1 if durability == "none" else 2,
             may_roll=durability != "none" and size == 1,
             stepper=stepper,

@@ -26,7 +26,7 @@ class Running:
             return
         self._needed, is_twin = self._find_need(segment, building), are_twins(before, segment)
         if self.pool is not None and not self.has_room():
-            self.pool.shrink(IDLE if is_twin else 0)  # which takes buffers of the same sizes
+            self.pool.shrink(IDLE if is_twin else 0)  # a twin takes buffers of the same sizes
         reusable = segment.parameter_nbytes + int(2 * share * sum(node.nbytes for node in segment.nodes))
         self.heap.tidy(reusable if is_twin else 0, needed=self._needed)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from packhorse.errors import StoreError
 from packhorse.memory import map_bytes
 from packhorse.store.blocks import GRADIENT, MASTER, UNIT, Block, Slot
-from packhorse.store.files import File, FileSystem, digest
+from packhorse.store.files import File, FileSystem, as_bytes, digest
 from packhorse.store.places import Runs, Spares, make_places
 
 Sums = list[int | None]  # of a block's units, in order; None: never written
@@ -57,7 +57,7 @@ class BlockFiles:
         for offset, nbytes in ranges:
             file.read(target[at : at + nbytes], offset, what)
             at += nbytes
-        if self.checked and expected is not None and digest(_view(target)) != expected:
+        if self.checked and expected is not None and digest(as_bytes(target)) != expected:
             raise StoreError(
                 f"{what} at byte {ranges[0][0]} of {file.path} is damaged: what was read is not what was written; bring the "
                 "file back from a copy, or start again"
@@ -65,7 +65,7 @@ class BlockFiles:
 
     def write(self, block: Block, kind: str, unit: int, source: Tensor, runs: Runs) -> None:
         if self.checked:
-            self._written[block.name, kind][unit] = digest(_view(source))
+            self._written[block.name, kind][unit] = digest(as_bytes(source))
             if self.places.is_in_place(block, kind):
                 self.sums[block.name, kind][unit] = self._written[block.name, kind][unit]
         at = 0
@@ -158,10 +158,6 @@ class BlockFiles:
         for file in self.files.values():
             file.close()
         self.files.clear()
-
-
-def _view(piece: Tensor) -> memoryview:
-    return memoryview(piece.numpy())  # type: ignore[arg-type]  # numpy's stubs hide that arrays are buffers
 
 
 def _show(sums: Sums) -> list[str | None]:

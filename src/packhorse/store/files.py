@@ -76,6 +76,11 @@ class FileSystem:
             os.close(descriptor)
 
 
+def as_bytes(piece: Tensor) -> memoryview:
+    """A tensor's memory as checksums and files take it."""
+    return memoryview(piece.numpy())  # type: ignore[arg-type]  # numpy's stubs hide that arrays are buffers
+
+
 class File:
     """A file of known size, read and written by direct I/O where the file system offers it."""
 
@@ -103,7 +108,7 @@ class File:
 
     def _all(self, move: Any, piece: Tensor, offset: int, what: str) -> None:
         """As many operations as it takes: each may move fewer bytes than it was asked to."""
-        view = memoryview(piece.numpy())  # type: ignore[arg-type]  # numpy's stubs hide that arrays are buffers
+        view = as_bytes(piece)
         moved = 0
         while moved < len(view):
             try:

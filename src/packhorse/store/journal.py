@@ -17,7 +17,7 @@ from torch import Tensor
 
 from packhorse.errors import StoreError
 from packhorse.store.encode import DTYPES
-from packhorse.store.files import FileSystem, digest, replace_small
+from packhorse.store.files import FileSystem, as_bytes, digest, replace_small
 
 
 class Journal:
@@ -112,7 +112,7 @@ class Journal:
         descriptor = self.system.open(self.tensor_path, create=True)
         try:
             for name, tensor in tensors.items():
-                content = memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's stubs
+                content = as_bytes(tensor.detach().contiguous().view(-1).view(torch.uint8))
                 self._write(descriptor, content, at)
                 at += len(content)
                 dtype = str(tensor.dtype).removeprefix("torch.")

@@ -19,7 +19,7 @@ from packhorse.errors import StoreError
 from packhorse.memory import PAGE, Ledger, find_span, map_bytes
 from packhorse.store.disk import DiskStore
 from packhorse.store.encode import DTYPES
-from packhorse.store.files import File, digest
+from packhorse.store.files import File, as_bytes, digest
 from packhorse.store.lane import ORDINARY, URGENT, gather
 from packhorse.store.store import Store, done
 
@@ -87,7 +87,7 @@ class Stash:
         kept.tensor = _shape(buffer, kept.like)
         if lasting:
             kept.held, kept.used = True, packed.nbytes
-            kept.checksum = _sum(buffer[: packed.nbytes])
+            kept.checksum = digest(as_bytes(buffer[: packed.nbytes]))
         self._kept[key] = kept
         self.ledger.add("disk", "stash", size)
 
@@ -135,7 +135,7 @@ class Stash:
 
     def _check(self, key: Hashable, kept: _Kept, buffer: Tensor, tensor: Tensor) -> Tensor:
         assert self._file is not None
-        if _sum(buffer[: kept.used]) != kept.checksum:
+        if digest(as_bytes(buffer[: kept.used])) != kept.checksum:
             raise StoreError(
                 f"stashed {key} at byte {kept.offset} of {self._file.path} is damaged: what was read is not what was written"
             )
@@ -223,7 +223,3 @@ def _shape(buffer: Tensor, like: tuple[Any, ...]) -> Tensor:
 def _describe(like: tuple[Any, ...]) -> list[Any]:
     dtype, shape, stride = like
     return [str(dtype).removeprefix("torch."), list(shape), list(stride)]
-
-
-def _sum(buffer: Tensor) -> int:
-    return digest(memoryview(buffer.numpy()))  # type: ignore[arg-type]  # numpy's stubs hide that arrays are buffers
