@@ -239,7 +239,7 @@ class Case:
     def kept_bytes(self, rows: int, *, resident: bool) -> int:
         """What malloc keeps of what is freed, and kernels and threads for themselves: as a rehearsal showed, or a guess."""
         kept = self.rehearsed.kept_bytes(rows, resident)
-        return LEEWAY + RUNTIME if kept is None else max(kept, LEEWAY)
+        return RUNTIME + max(kept or 0, LEEWAY)
 
 
 def _price_by_rates(segment: Segment, rows: int, machine: Machine) -> Price:

@@ -29,7 +29,7 @@ from packhorse.rehearse import Rehearsed
 from packhorse.units import format_bytes, format_seconds
 
 UNLIMITED = 1 << 62
-ROOM = 0.95  # of a budget is spent on what only makes it faster
+ROOM = 0.9  # of a budget is spent on what only makes it faster
 WORTH = 0.97  # of the time, for what costs memory that need not be spent
 LONG = 1.0  # seconds of a step from which on it is worth running its segments beforehand
 REHEARSALS = 3
