@@ -22,7 +22,7 @@ from packhorse.running import are_twins
 from packhorse.schedule import Action
 from packhorse.store import GRADIENT, MASTER, WORKING, Block
 from packhorse.store.blocks import UNIT
-from packhorse.update import AHEAD
+from packhorse.store.disk import THREADS
 
 KEPT = "kept by malloc and kernels"  # a kind of host memory, on machines without accelerator
 MOST_MICROBATCHES = 8  # that are walked one by one; of more, each stands for several
@@ -548,9 +548,9 @@ class _Walk:
         self._later(done, "host", "gradients", freed)  # crowded, steps end hardly before writes
         self.lagging.append((done, own))
         if self.case.on_disk:
-            pieces = block.all_nbytes - waiting
+            pieces = block.all_nbytes
             if not block.whole:
-                pieces = min((AHEAD + 1) * pieces * UNIT // block.numel, 2 * pieces)
+                pieces = min(THREADS * pieces * UNIT // block.numel, pieces)
             self._add("host", "update", pieces)
             self._later(done, "host", "update", pieces)
         self.pending[name] = done

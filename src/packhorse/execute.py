@@ -492,7 +492,9 @@ class Executor:
         for together in [blocks] if self.store.rolls and blocks else [[block] for block in blocks]:
             members = [(block, self.hand_over(task, s, block)) for block in together]
             boundary = self._note_boundary(s) if self.store.rolls else None
-            priority = URGENT if s == 0 else ORDINARY  # the next step begins with it, and reads ahead what follows
+            priority = (
+                ORDINARY + s if s else URGENT
+            )  # the next step begins with the first, and reads ahead what follows
             job = partial(self.updater.update, members, task.groups, task.scale, boundary, priority=priority)
             self.submit([b.name for b in together], [g for _, g in members if g is not None], job, s + 1)
 
@@ -542,8 +544,8 @@ class Executor:
                 for gradient in gradients:
                     gradient.let_go()
                 raise
-            self.running.tidy_after(owner)
-            gather([] if writes is None else [writes], lambda: None).add_done_callback(partial(pass_on, finished))
+            tidy = partial(self.running.tidy_after, owner)
+            gather([] if writes is None else [writes], tidy).add_done_callback(partial(pass_on, finished))
 
         def failed(worked: "Future[Any]") -> None:
             if worked.exception() is not None:

@@ -1,13 +1,11 @@
-"""The update: gradients in, new masters and states out, block by block, in a thread of its own.
+"""The update: gradients in, new masters and states out, block by block, beside compute.
 
 In: complete gradients, in host memory or parked in the store. Out: the next version of each block. A block passes through
-memory piece by piece: while one is stepped, the next is read and the last is written, so a block of any size needs a
-few pieces.
+memory chunk by chunk. Each is read, stepped and written by one thread of the store in one go, while it is in that core's cache,
+and while others wait for the disk; so a block of any size needs a chunk a thread.
 """
 
-import contextlib
-from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,8 +22,6 @@ from packhorse.store import GRADIENT, MASTER, Block, Loan, Slot, Store, blocks
 from packhorse.store.encode import encode
 from packhorse.store.lane import ORDINARY, gather
 from packhorse.threads import using_threads
-
-AHEAD = 2  # chunks read ahead
 
 
 @dataclass
@@ -68,7 +64,7 @@ class Boundary:
 
 
 class Updater:
-    """Steps blocks. Everything here runs in one thread, one block after another."""
+    """Steps blocks. All but the chunks themselves is asked for by one thread."""
 
     def __init__(self, store: Store, stepper: Stepper, small: Mapping[str, Small]):
         self.store, self.stepper, self.small = store, stepper, dict(small)
@@ -126,19 +122,17 @@ class Updater:
 
     def _write(self, gradient: Gradient) -> None:
         """To the store, a unit at a time."""
-        writes: list[Future[Any]] = []
-        for start, stop in gradient.block.units:
-            loan = self.store.borrow(gradient.block, GRADIENT, start, stop, read=False)
-            flat = loan.ready.result()
-            for slot, a, b in _inside(gradient.block, start, stop):
-                own = gradient.piece(slot, a, b)
-                if own is not None:
-                    flat[a - start : b - start] = own
-            writes += [w for w in [loan.give_back(dirty=True)] if w is not None]
-            while len(writes) > 2 * AHEAD:
-                writes.pop(0).result()
-        for write in writes:
-            write.result()
+        units = gradient.block.units
+        gather([self.store.work(partial(self._write_unit, gradient, *unit)) for unit in units], lambda: None).result()
+
+    def _write_unit(self, gradient: Gradient, start: int, stop: int) -> None:
+        loan = self.store.borrow(gradient.block, GRADIENT, start, stop, read=False, here=True)
+        flat = loan.ready.result()
+        for slot, a, b in _inside(gradient.block, start, stop):
+            own = gradient.piece(slot, a, b)
+            if own is not None:
+                flat[a - start : b - start] = own
+        _write_back(loan)
 
     def forget_parked(self) -> None:
         for gradient in self.parked.values():
@@ -158,11 +152,11 @@ class Updater:
             if block.name in parked:
                 self.parked[block.name] = Gradient(block, -1, device, present=set(parked[block.name]["present"]))
 
-    def _waiting_part(self, parked: Gradient | None, start: int, stop: int, *, priority: int = ORDINARY) -> Loan | None:
+    def _waiting_part(self, parked: Gradient | None, start: int, stop: int, *, here: bool = False) -> Loan | None:
         """A part of a gradient that waits in the store, if that is where it waits."""
         if parked is None or GRADIENT not in parked.block.kinds:
             return None
-        return self.store.borrow(parked.block, GRADIENT, start, stop, priority=priority)
+        return self.store.borrow(parked.block, GRADIENT, start, stop, here=here)
 
     # -- the update itself
 
@@ -177,144 +171,117 @@ class Updater:
     ) -> "Future[Any] | None":
         """Steps blocks with their gradients and what of them waits in the store; `scale` multiplies the gradients first.
 
-        What is returned is done when all is written: the next block is read meanwhile. With a `boundary` the journal tells
-        of it then, and the next blocks take the place of these.
+        What is returned is done when all is written. With a `boundary` the journal tells of it then, and the next blocks take
+        the place of these.
         """
         if self._previous is not None:
             self._previous.result()
-        writes: list[Future[Any]] = []
-        stepped = []
+        stepped: list[Block] = []
+        parts: list[Future[Any]] = []
         try:
             for block, gradient in members:
-                if self._step_block(block, gradient, groups, scale, writes, priority):
+                part = self._start(block, gradient, groups, scale, priority)
+                if part is not None:
                     stepped.append(block)
+                    parts.append(part)
         except BaseException:
-            wait(writes)  # before anything else is written in their place
+            wait(parts)  # before anything else is written in their place
             raise
         if boundary is None:
             if not stepped:
                 return None  # no tensor of the blocks has a gradient
-            return gather(writes, partial(self.store.publish_together, stepped, {}))
-        record = {
-            "segment": boundary.segment,
-            "gradients": boundary.gradients,
-            "parked": self.describe_parked(),
-            "small": [self.small[block.name].describe() for block in stepped],
-        }
+            return gather(parts, partial(self.store.publish_together, stepped, {}))
+        parked = self.describe_parked()  # now: later segments' join them
 
         def publish() -> None:
+            small = [self.small[block.name].describe() for block in stepped]
+            record = {"segment": boundary.segment, "gradients": boundary.gradients, "parked": parked, "small": small}
             self.store.publish_together(stepped, record)
             boundary.passed()
 
-        self._previous = gather([*writes, *boundary.writes], publish)
+        self._previous = gather([*parts, *boundary.writes], publish)
         return self._previous
 
     def forget_previous(self) -> None:
         """After a failure, which has been told."""
         self._previous = None
 
-    def _step_block(
+    def _start(
         self,
         block: Block,
         gradient: Gradient | None,
         groups: Sequence[Group],
         scale: Tensor | None,
-        writes: "list[Future[Any]]",
         priority: int,
-    ) -> bool:
-        """False if it has no gradient, or no tensor: the others' parts are larger."""
-        parked = self.parked.pop(block.name, None)
-        if (gradient is None and parked is None) or not block.slots:
-            return False
-        if gradient is not None and scale is None:
-            gradient.refuse_non_finite()
-        present = (gradient.present if gradient else set()) | (parked.present if parked else set())
-        advanced: dict[tuple[str, str], Tensor] = {}
+    ) -> "Future[Any] | None":
+        """Done when the block is written; None if it has no gradient, or no tensor: the others' parts are larger."""
+        update = _Update(block, gradient, self.parked.pop(block.name, None), groups, scale)
+        if not update.held or not block.slots:
+            return None
         try:
-            with contextlib.closing(self._read_ahead(block, parked, priority)) as parts:
-                for start, stop, loans in parts:
-                    threads = self.num_threads if block.whole else 1
-                    with _returned_if_it_fails(loans.values()), using_threads(threads):
-                        self._step_part(block, start, stop, loans, present, gradient, parked, scale, groups, advanced)
-                    waiting = loans.pop(GRADIENT, None)
-                    if waiting is not None:
-                        waiting.give_back()
-                    writes += [w for w in (loan.give_back(dirty=True) for loan in loans.values()) if w is not None]
-                    while len(writes) > 2 * AHEAD * len(loans):  # bounds the buffers in flight
-                        writes.pop(0).result()
+            if gradient is not None and scale is None:
+                gradient.refuse_non_finite()
         except BaseException:
-            if parked is not None:
-                parked.let_go()
+            update.let_go()
             raise
         small = self.small[block.name]
-        small.values.update(advanced)
-        small.started |= present
-        for held in (gradient, parked):
-            if held is not None:
-                held.let_go()
-        return True
+
+        def finish() -> None:
+            small.values.update(update.advanced)
+            small.started |= update.present
+
+        jobs = [partial(self._step_chunk, update, start, stop) for start, stop in _chunks(block)]
+        stepped = gather([self.store.work(job, priority=priority) for job in jobs], finish)
+        stepped.add_done_callback(lambda _: update.let_go())  # before anybody else hears of it
+        return stepped
+
+    def _step_chunk(self, update: "_Update", start: int, stop: int) -> None:
+        """Elements `start` to `stop` of a block: read, stepped, written."""
+        block, small = update.block, self.small[update.block.name]
+        loans = {MASTER: self.store.borrow(block, MASTER, start, stop, here=True)}
+        for kind in small.large:
+            loans[kind] = self.store.borrow(block, kind, start, stop, read=bool(small.started), here=True)
+        waiting = self._waiting_part(update.parked, start, stop, here=True)
+        try:
+            with using_threads(self.num_threads if block.whole else 1):
+                flats = {kind: loan.ready.result() for kind, loan in loans.items()}
+                self._step_part(update, start, stop, flats, waiting)
+        except BaseException:
+            for loan in loans.values():
+                loan.give_back()
+            raise
+        finally:
+            if waiting is not None:
+                waiting.give_back()
+        _write_back(*loans.values())
 
     def _step_part(
-        self,
-        block: Block,
-        start: int,
-        stop: int,
-        loans: Mapping[str, Loan],
-        present: Collection[str],
-        gradient: Gradient | None,
-        parked: Gradient | None,
-        scale: Tensor | None,
-        groups: Sequence[Group],
-        advanced: dict[tuple[str, str], Tensor],
+        self, update: "_Update", start: int, stop: int, flats: Mapping[str, Tensor], parked: Loan | None
     ) -> None:
-        """Steps elements `start` to `stop` of a block: large tensors tile by tile, small ones several at a time."""
-        flats = {kind: loan.ready.result() for kind, loan in loans.items() if kind != GRADIENT}
+        """Large tensors tile by tile, small ones several at a time."""
+        block = update.block
         waiting: list[_Tile] = []
 
         def step() -> None:
-            self.stepper.step(groups, [tile.piece for tile in waiting])
+            self.stepper.step(update.groups, [tile.piece for tile in waiting])
             for tile in waiting:
-                self._take_states(block, tile, start, flats, advanced)
+                self._take_states(update, tile, start, flats)
             waiting.clear()
 
         for slot, a, b in _inside(block, start, stop):
-            if slot.name not in present:
+            if slot.name not in update.present:
                 continue
             size = b - a if block.whole or not self.stepper.is_tileable(slot.name) else self.stepper.tile(slot.name)
             for at in range(a, b, size):
                 end = min(at + size, b)
-                gradient_part = _sum(gradient, parked, loans.get(GRADIENT), slot, at, end, start)
-                if scale is not None:
-                    gradient_part.mul_(scale)
-                waiting.append(self._make_tile(block, slot, at, end, start, flats, gradient_part))
+                gradient = _sum(update.gradient, update.parked, parked, slot, at, end, start)
+                if update.scale is not None:
+                    gradient.mul_(update.scale)
+                waiting.append(self._make_tile(block, slot, at, end, start, flats, gradient))
                 if sum(tile.end - tile.at for tile in waiting) >= TILE:
                     step()
         if waiting:
             step()
-
-    def _read_ahead(
-        self, block: Block, parked: Gradient | None, priority: int
-    ) -> Generator[tuple[int, int, dict[str, Loan]], None, None]:
-        small = self.small[block.name]
-        waiting: deque[tuple[int, int, dict[str, Loan]]] = deque()
-        try:
-            for start, stop in _chunks(block):
-                loans = {MASTER: self.store.borrow(block, MASTER, start, stop, priority=priority)}
-                for kind in small.large:
-                    loans[kind] = self.store.borrow(
-                        block, kind, start, stop, read=bool(small.started), priority=priority
-                    )
-                waiting_part = self._waiting_part(parked, start, stop, priority=priority)
-                if waiting_part is not None:
-                    loans[GRADIENT] = waiting_part
-                waiting.append((start, stop, loans))
-                if len(waiting) > AHEAD:
-                    yield waiting.popleft()
-            while waiting:
-                yield waiting.popleft()
-        finally:
-            for _, _, loans in waiting:
-                _return(loans.values())
 
     def _make_tile(
         self, block: Block, slot: Slot, at: int, end: int, start: int, flats: Mapping[str, Tensor], gradient: Tensor
@@ -335,24 +302,37 @@ class Updater:
         shaped = slot.shape_of(gradient) if whole else gradient
         return _Tile(slot, at, end, Piece(self.stepper.groups[slot.name], master, shaped, state))
 
-    def _take_states(
-        self,
-        block: Block,
-        tile: "_Tile",
-        start: int,
-        flats: Mapping[str, Tensor],
-        advanced: dict[tuple[str, str], Tensor],
-    ) -> None:
+    def _take_states(self, update: "_Update", tile: "_Tile", start: int, flats: Mapping[str, Tensor]) -> None:
         """What a step left: large states in their chunk, where they may be already, small ones by themselves."""
         slot = tile.slot
-        for kind in self.small[block.name].kinds[slot.name]:
+        for kind in self.small[update.block.name].kinds[slot.name]:
             value = tile.piece.state[kind.name]
             if not kind.large:
-                advanced[slot.name, kind.name] = share_scalar(value)
+                update.advanced[slot.name, kind.name] = share_scalar(value)
                 continue
             stored = _cut(flats[kind.name], slot, tile.at, tile.end, start)
             if value.data_ptr() != stored.data_ptr():
                 stored.copy_(value)
+
+
+@dataclass
+class _Update:
+    """The update of one block: what it takes, and the small states that it leaves."""
+
+    block: Block
+    gradient: Gradient | None
+    parked: Gradient | None
+    groups: Sequence[Group]
+    scale: Tensor | None
+    advanced: dict[tuple[str, str], Tensor] = field(default_factory=dict)  # (tensor, kind) -> value
+
+    def __post_init__(self) -> None:
+        self.held = [g for g in (self.gradient, self.parked) if g is not None]
+        self.present = {name for gradient in self.held for name in gradient.present}
+
+    def let_go(self) -> None:
+        for gradient in self.held:
+            gradient.let_go()
 
 
 @dataclass
@@ -370,20 +350,12 @@ def _cut(flat: Tensor, slot: Slot, at: int, end: int, start: int) -> Tensor:
     return slot.view(flat, start) if (at, end) == (slot.start, slot.stop) else flat[at - start : end - start]
 
 
-@contextlib.contextmanager
-def _returned_if_it_fails(loans: Iterable[Loan]) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        _return(loans)
-        raise
-
-
-def _return(loans: Iterable[Loan]) -> None:
-    """Gives loans back as they came, once nothing is read into them any more."""
-    for loan in loans:
-        loan.ready.exception()
-        loan.give_back()
+def _write_back(*loans: Loan) -> None:
+    """All of them, also if one fails."""
+    writes = [loan.give_back(dirty=True) for loan in loans]
+    for write in writes:
+        if write is not None:
+            write.result()
 
 
 def _part(gradient: Gradient | None, loan: Loan | None, slot: Slot, a: int, b: int, start: int) -> Tensor | None:

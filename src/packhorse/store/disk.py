@@ -31,11 +31,11 @@ from packhorse.store.block_files import BlockFiles, describe_blocks, rebuild_blo
 from packhorse.store.blocks import GRADIENT, MASTER, WORKING, Block
 from packhorse.store.files import File, FileSystem, Lock, digest, replace_small, seal, unseal, write_small
 from packhorse.store.journal import Journal
-from packhorse.store.lane import ORDINARY, Lane
+from packhorse.store.lane import ORDINARY, Lane, do_now
 from packhorse.store.places import make_places
 from packhorse.store.relayout import copy_blocks, find_difference, write_working
 from packhorse.store.runs import MANIFESTS, Earlier
-from packhorse.store.store import Link, Store
+from packhorse.store.store import Link, Store, done
 from packhorse.units import format_bytes
 
 FORMAT = 4
@@ -322,13 +322,17 @@ class DiskStore(Store):
         read: bool = True,
         priority: int = ORDINARY,
         dtype: torch.dtype | None = None,
+        here: bool = False,
     ) -> "DiskLoan":
         stop = block.numel if stop is None else stop
         role = "update buffers" if dtype is None else "weights"
         if dtype is not None and dtype != block.kinds[kind]:
             assert kind == MASTER and dtype == block.kinds[WORKING], "the only cast copy there is"
             kind = WORKING
-        return DiskLoan(self, block, kind, start, stop, role, read, priority)
+        return DiskLoan(self, block, kind, start, stop, role, read, None if here else priority)
+
+    def work(self, job: Callable[[], Any], *, priority: int = ORDINARY) -> "Future[Any]":
+        return self.lane.submit(job, priority=priority)
 
     def publish(self, block: Block) -> None:
         self.files.publish(block)
@@ -367,7 +371,7 @@ class DiskStore(Store):
             assert written is not None
             written.result()
 
-    def transfer(self, loan: "DiskLoan", *, write: bool, priority: int) -> "Future[Tensor]":
+    def transfer(self, loan: "DiskLoan", *, write: bool) -> "Future[Tensor]":
         """Moves a loan's bytes, unit by unit."""
         block, kind, files = loan.block, loan.kind, self.files
         self._dirty = self._dirty or (write and kind != GRADIENT)
@@ -387,8 +391,10 @@ class DiskStore(Store):
             return run
 
         assert not write or kind != WORKING, "a cast copy is read only"
-        units = block.units_between(loan.start, loan.stop)
-        return self.lane.submit_all([job(*unit) for unit in units], loan.result, priority=priority)
+        jobs = [job(*unit) for unit in block.units_between(loan.start, loan.stop)]
+        if loan.priority is None:
+            return do_now(lambda: [do() for do in jobs] and loan.result)
+        return self.lane.submit_all(jobs, loan.result, priority=loan.priority)
 
     def move(
         self, file: File, buffer: Tensor, offset: int, result: Any, what: str, write: bool, priority: int
@@ -524,22 +530,21 @@ class DiskLoan:
         stop: int,
         role: str,
         read: bool,
-        priority: int,
+        priority: int | None,
     ):
+        """Without a `priority` whoever asks moves the bytes; else a thread of the store's."""
         self.store, self.block, self.kind, self.start, self.stop = store, block, kind, start, stop
         self.role, self.priority = role, priority
         dtype = block.kinds[kind]
         self.buffer = store.take_buffer((stop - start) * dtype.itemsize, self.role)
         self.result = self.buffer.view(dtype)
-        self.ready: Future[Tensor] = (
-            store.transfer(self, write=False, priority=priority) if read else store.lane.submit_all([], self.result)
-        )
+        self.ready: Future[Tensor] = store.transfer(self, write=False) if read else done(self.result)
 
     def give_back(self, dirty: bool = False) -> "Future[Any] | None":
         if not dirty:
             self._release()
             return None
-        written = self.store.transfer(self, write=True, priority=self.priority)
+        written = self.store.transfer(self, write=True)
         written.add_done_callback(lambda _: self._release())
         return written
 

@@ -8,6 +8,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from packhorse.errors import StoreError
@@ -31,16 +32,7 @@ class Lane:
         if self._closed:
             raise StoreError("the store is closed: its trainer has ended; read what you need before")
         future: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                result = job()
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
-        self._jobs.put((priority, next(self._numbers), run))
+        self._jobs.put((priority, next(self._numbers), partial(_do, job, future)))
         return future
 
     def submit_all(self, jobs: list[Callable[[], Any]], result: Any, *, priority: int = ORDINARY) -> "Future[Any]":
@@ -67,18 +59,26 @@ class Lane:
             del job  # its buffers must not wait here for the next job
 
 
+def _do(job: Callable[[], Any], future: "Future[Any]") -> None:
+    try:
+        result = job()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+def do_now(job: Callable[[], Any]) -> "Future[Any]":
+    """By the calling thread; what is returned is done, or has failed."""
+    future: Future[Any] = Future()
+    _do(job, future)
+    return future
+
+
 def gather(parts: Sequence["Future[Any]"], then: Callable[[], Any]) -> "Future[Any]":
     """Done with the result of `then` when the last part is, or failed with the first failure."""
     whole: Future[Any] = Future()
     lock, waiting, failure = threading.Lock(), len(parts), None
-
-    def finish() -> None:
-        try:
-            result = then()
-        except BaseException as error:
-            whole.set_exception(error)
-        else:
-            whole.set_result(result)
 
     def count(part: "Future[Any]") -> None:
         nonlocal waiting, failure
@@ -89,10 +89,10 @@ def gather(parts: Sequence["Future[Any]"], then: Callable[[], Any]) -> "Future[A
         if last and failure is not None:
             whole.set_exception(failure)
         elif last:
-            finish()
+            _do(then, whole)
 
     if not parts:
-        finish()
+        _do(then, whole)
     for part in parts:
         part.add_done_callback(count)
     return whole

@@ -50,6 +50,7 @@ class RamStore(Store):
         read: bool = True,
         priority: int = ORDINARY,
         dtype: torch.dtype | None = None,
+        here: bool = False,
     ) -> "RamLoan":
         piece = self.view(block, kind)[start : block.numel if stop is None else stop]
         if dtype is None or dtype == block.kinds[kind]:

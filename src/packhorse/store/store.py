@@ -7,7 +7,7 @@ In RAM a loan is a view and costs nothing; on disk it is a buffer that is read a
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ from packhorse.errors import PackhorseError, StoreError
 from packhorse.memory import Pool
 from packhorse.store.blocks import Block
 from packhorse.store.journal import Journal
-from packhorse.store.lane import ORDINARY
+from packhorse.store.lane import ORDINARY, do_now
 
 
 class Loan(Protocol):
@@ -95,12 +95,17 @@ class Store(ABC):
         read: bool = True,
         priority: int = ORDINARY,
         dtype: torch.dtype | None = None,
+        here: bool = False,
     ) -> Loan:
         """Starts to bring elements `start` to `stop`; without `read` they need not be what they were.
 
-        Those of lower `priority` go first, on their way back too.
+        Those of lower `priority` go first, on their way back too. `here`: by the calling thread, which then has them at once.
         With a `dtype` other than the kind's, what comes is the cast copy of a master, to be read only.
         """
+
+    def work(self, job: Callable[[], Any], *, priority: int = ORDINARY) -> "Future[Any]":
+        """A job that borrows `here`, done by a thread of the store's, if it has any: while it waits, another one works."""
+        return do_now(job)
 
     @abstractmethod
     def publish(self, block: Block) -> None:
