@@ -6,6 +6,7 @@ deep model leaves hundreds of megabytes behind.
 
 import operator
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -44,6 +45,7 @@ from packhorse.graph.graph import (
     nbytes,
     refs,
 )
+from packhorse.graph.lean import CROSS_ENTROPY, OVER_LOGITS, may_write_over
 from packhorse.graph.table import NodeTable, ValueTable
 from packhorse.precision import cast_floats, working_dtype
 
@@ -72,6 +74,8 @@ def export_graph(entry: Entry, guards: tuple[Guard, ...], packed: bool, device: 
     converter.convert()
     _copy_written_inputs(converter)
     _refuse_written_constants(converter)
+    if device.type == "cpu":
+        _write_over_logits(converter)
     values, nodes, outputs = compact(converter.values, converter.nodes, converter.outputs)
     written = {values[ref].name for node in nodes for ref in node.writes if values[ref].kind == "buffer"}
     return Graph(
@@ -491,6 +495,47 @@ def _refuse_written_constants(converter: _Converter) -> None:
                     f"{node} writes into a tensor that is neither parameter nor buffer, so its state would be lost; register "
                     "it with register_buffer"
                 )
+
+
+def _write_over_logits(converter: _Converter) -> None:
+    """Cross entropies whose logits nobody else reads, forward or backward, write over them."""
+    values, nodes = converter.values, converter.nodes
+    roots = find_roots(nodes, len(values))
+    readers = _find_readers(nodes, roots)
+    for root in {roots[ref] for ref in refs(converter.outputs)}:
+        readers[root].add(len(nodes))
+    for i, node in enumerate(nodes):
+        if node.operation.target != CROSS_ENTROPY or node.operation.context:
+            continue
+        specs = converter._to_specs(move_refs(node.operation.args, lambda ref: Ref(node.operands[ref])))  # noqa: B023
+        root = roots[node.operands[0]]
+        if values[root].kind != "node" or readers[root] != {i} or not may_write_over(*specs):
+            continue
+        facts = converter.probe.ask(OVER_LOGITS, specs, {}, grad=True)
+        over = replace(
+            node.operation,
+            target=OVER_LOGITS,
+            writes=(0,),
+            saved=facts.saved,
+            hidden=facts.hidden,
+            forward_peak=facts.forward_peak,
+            building_peak=facts.building_peak,
+            backward_peak=facts.backward_peak,
+        )
+        nodes[i] = node._replace(operation=over)
+
+
+def _find_readers(nodes: list[Node], roots: list[int]) -> defaultdict[int, set[int]]:
+    """For each storage the nodes that read it, now or backward; to make a view of it is not to read it."""
+    readers: defaultdict[int, set[int]] = defaultdict(set)
+    for i, node in enumerate(nodes):
+        saved = {node.operands[o] for o in node.operation.saved} | {
+            node.results[r] for r in node.operation.saved_results
+        }
+        shared = {roots[result] for result in node.results}
+        for root in {roots[v] for v in saved} | ({roots[o] for o in node.operands} - shared):
+            readers[root].add(i)
+    return readers
 
 
 def compact(

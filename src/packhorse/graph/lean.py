@@ -1,7 +1,8 @@
 """Operations that run in another way than torch's own: the same bits, with less memory.
 
-In: an operation by name. Out: the function that runs in its place. Cross entropy is where a language model takes most: its
-backward holds three tensors of the size of the logits, of which one is written over here.
+In: an operation by name. Out: the function that runs in its place. Cross entropy is where a language model takes most: beside
+the logits torch has one tensor of their size in forward, and two more in backward. Here backward writes over the one it
+reads, and forward over the logits, where nobody reads them again.
 """
 
 from collections.abc import Callable
@@ -13,8 +14,14 @@ from torch import Tensor
 aten = torch.ops.aten
 
 
-def find_kernel(name: str, torchs_own: Callable[..., Any]) -> Callable[..., Any]:
-    return _KERNELS.get(name, torchs_own)
+CHUNK = 1 << 20  # elements of a gradient that is made apart: few enough for the cache
+CROSS_ENTROPY, OVER_LOGITS = "aten.cross_entropy_loss.default", "lean.cross_entropy_over_logits"
+
+
+def find_kernel(name: str, torchs_own: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    found = _KERNELS.get(name, torchs_own)
+    assert found is not None, f"there is no operation {name}"
+    return found
 
 
 def cross_entropy(
@@ -25,29 +32,73 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    is_plain = weight is None and label_smoothing == 0.0 and logits.dim() == 2 and target.dim() == 1
-    if is_plain and logits.device.type == "cpu" and not torch.is_autocast_enabled("cpu"):
-        return _CrossEntropy.apply(logits, target, reduction, ignore_index)
+    is_plain = _is_plain(logits, target, weight, reduction, ignore_index, label_smoothing)
+    if is_plain and logits.device.type == "cpu" and not torch.is_autocast_enabled("cpu") and not _is_traced():
+        return _CrossEntropy.apply(logits, target, reduction, ignore_index, False)
     return aten.cross_entropy_loss.default(logits, target, weight, reduction, ignore_index, label_smoothing)
 
 
+def _is_plain(
+    logits: Any,
+    target: Any,
+    weight: Any = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> bool:
+    return weight is None and label_smoothing == 0.0 and len(logits.shape) == 2 and len(target.shape) == 1
+
+
+def may_write_over(logits: Any, *others: Any) -> bool:
+    """Whether logits like these may be written over, if nobody else reads them."""
+    return _is_plain(logits, *others) and tuple(logits.stride) == (logits.shape[1], 1)
+
+
+def cross_entropy_over_logits(
+    logits: Tensor,
+    target: Tensor,
+    weight: None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    if _is_traced():
+        return aten.cross_entropy_loss.default(logits, target, weight, reduction, ignore_index, label_smoothing)
+    return _CrossEntropy.apply(logits, target, reduction, ignore_index, True)
+
+
+def _is_traced() -> bool:
+    """A graph that is captured of segments, such as those of a part that trains apart, is to hold torch's own operations."""
+    key = torch._C._TorchDispatchModeKey.PROXY
+    return bool(torch._C._get_dispatch_mode(key) or torch._ops._get_dispatch_mode_pre_dispatch(key))
+
+
 class _CrossEntropy(torch.autograd.Function):
-    """The kernels that torch runs, in its order; the last writes over the gradient that it reads, row by row."""
+    """The kernels that torch runs, in its order; each works row by row, so that it may write over what it reads."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, reduction: int, ignore_index: int) -> Tensor:
-        likelihood = aten._log_softmax(logits, 1, False)
+    def forward(ctx: Any, logits: Tensor, target: Tensor, reduction: int, ignore_index: int, over: bool) -> Tensor:
+        logits = logits.detach()
+        likelihood = aten._log_softmax.out(logits, 1, False, out=logits if over else torch.empty_like(logits))
         loss, total = aten.nll_loss_forward(likelihood, target, None, reduction, ignore_index)
         ctx.save_for_backward(likelihood, target, total)
-        ctx.options = reduction, ignore_index
+        ctx.options, ctx.is_used = (reduction, ignore_index), False
         return loss
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]  # torch's own takes any
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]  # torch's own takes any
+        assert not ctx.is_used, "its likelihoods are written over"
+        ctx.is_used = True
         likelihood, target, total = ctx.saved_tensors
-        found = aten.nll_loss_backward(gradient, likelihood, target, None, *ctx.options, total)
-        aten._log_softmax_backward_data.out(found, likelihood, 1, likelihood.dtype, out=found)
-        return found, None, None, None
+        rows = min(max(CHUNK // max(likelihood.shape[1], 1), 1), likelihood.shape[0])
+        place = torch.empty_like(likelihood[:rows])  # once: malloc would not take the same place again
+        for start in range(0, likelihood.shape[0], max(rows, 1)):
+            part, own = likelihood[start : start + rows], target[start : start + rows]
+            seed = gradient[start : start + rows] if gradient.dim() else gradient
+            found = place[: part.shape[0]]
+            aten.nll_loss_backward.grad_input(seed, part, own, None, *ctx.options, total, grad_input=found)
+            aten._log_softmax_backward_data.out(found, part, 1, part.dtype, out=part)
+        return likelihood, None, None, None, None
 
 
-_KERNELS: dict[str, Callable[..., Any]] = {"aten.cross_entropy_loss.default": cross_entropy}
+_KERNELS: dict[str, Callable[..., Any]] = {CROSS_ENTROPY: cross_entropy, OVER_LOGITS: cross_entropy_over_logits}

@@ -59,6 +59,8 @@ def get_code(source: str) -> Code:
 @functools.cache
 def _resolve(target: str) -> Any:
     path = target.split(".")
+    if path[0] == "lean":
+        return find_kernel(target)
     found: Any = {"operator": operator, "math": math, "torch": torch}.get(path[0], torch.ops)
     for part in path[1:] if found is not torch.ops else path:
         found = getattr(found, part)

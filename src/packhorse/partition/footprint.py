@@ -127,7 +127,7 @@ class _Walk:
                     root = self.roots[operand]
                     if values[operand].type.differentiable and operand not in parameters and root not in gradients:
                         new[root] = 0.0 if passes_on else self._size(operand)
-                peak = max(peak, live + max(working, sum(new.values()) + fresh))
+                peak = max(peak, live + (working or sum(new.values()) + fresh))  # it may write over what it read
                 for result in node.results:
                     gone = gradients.pop(result, 0.0) if self.roots[result] == result else 0.0
                     live -= 0.0 if passes_on else gone
