@@ -20,7 +20,7 @@ def differentiate(run: Any, logits: torch.Tensor, *rest: Any) -> tuple[torch.Ten
 
 
 def write_over_a_copy(logits: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return lean.cross_entropy_over_logits(logits.clone(), *rest)
+    return lean.cross_entropy(logits.clone(), *rest, over=True)
 
 
 @pytest.mark.parametrize("reduction", [0, 1, 2])
@@ -75,8 +75,10 @@ def test_logits_that_nobody_reads_again_are_written_over() -> None:
         lambda output, batch: functional.cross_entropy(output.relu(), batch[1]),  # whose backward reads its result
         lambda output, batch: functional.cross_entropy(batch[0].repeat(1, 125), batch[1]) + output.mean(),
         lambda output, batch: functional.cross_entropy(output[:, :1].expand(-1, 1000), batch[1]),
+        lambda output, batch: functional.cross_entropy(output, batch[1], label_smoothing=0.1),
+        lambda output, batch: RUN(output, batch[1], label_smoothing=0.1),
     ],
-    ids=["read again", "read backward", "no gradient", "expanded"],
+    ids=["read again", "read backward", "a copy", "expanded", "smoothed", "smoothed by name"],
 )
 def test_other_logits_stay(loss: Any) -> None:
     operation = capture_loss(loss)

@@ -505,13 +505,13 @@ def _write_over_logits(converter: _Converter) -> None:
     for root in {roots[ref] for ref in refs(converter.outputs)}:
         readers[root].add(len(nodes))
     for i, node in enumerate(nodes):
-        if node.operation.target != CROSS_ENTROPY or node.operation.context:
+        if node.operation.target != CROSS_ENTROPY or node.operation.context or node.operation.kwargs:
             continue
-        specs = converter._to_specs(move_refs(node.operation.args, lambda ref: Ref(node.operands[ref])))  # noqa: B023
+        args = converter._to_specs(move_refs(node.operation.args, lambda ref: Ref(node.operands[ref])))  # noqa: B023
         root = roots[node.operands[0]]
-        if values[root].kind != "node" or readers[root] != {i} or not may_write_over(*specs):
+        if values[root].kind != "node" or readers[root] != {i} or not may_write_over(*args):
             continue
-        facts = converter.probe.ask(OVER_LOGITS, specs, {}, grad=True)
+        facts = converter.probe.ask(OVER_LOGITS, args, {}, grad=True)
         over = replace(
             node.operation,
             target=OVER_LOGITS,

@@ -6,6 +6,7 @@ reads, and forward over the logits, where nobody reads them again.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,40 +32,25 @@ def cross_entropy(
     reduction: int = 1,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
+    *,
+    over: bool = False,
 ) -> Tensor:
-    is_plain = _is_plain(logits, target, weight, reduction, ignore_index, label_smoothing)
+    """`over` the logits, of which somebody has seen to it that nobody else reads them."""
+    is_plain = _is_plain(logits, target, weight, label_smoothing)
     if is_plain and logits.device.type == "cpu" and not torch.is_autocast_enabled("cpu") and not _is_traced():
-        return _CrossEntropy.apply(logits, target, reduction, ignore_index, False)
+        return _CrossEntropy.apply(logits, target, reduction, ignore_index, over)
     return aten.cross_entropy_loss.default(logits, target, weight, reduction, ignore_index, label_smoothing)
 
 
-def _is_plain(
-    logits: Any,
-    target: Any,
-    weight: Any = None,
-    reduction: int = 1,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-) -> bool:
+def _is_plain(logits: Any, target: Any, weight: Any, label_smoothing: float) -> bool:
     return weight is None and label_smoothing == 0.0 and len(logits.shape) == 2 and len(target.shape) == 1
 
 
-def may_write_over(logits: Any, *others: Any) -> bool:
-    """Whether logits like these may be written over, if nobody else reads them."""
-    return _is_plain(logits, *others) and tuple(logits.stride) == (logits.shape[1], 1)
-
-
-def cross_entropy_over_logits(
-    logits: Tensor,
-    target: Tensor,
-    weight: None = None,
-    reduction: int = 1,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    if _is_traced():
-        return aten.cross_entropy_loss.default(logits, target, weight, reduction, ignore_index, label_smoothing)
-    return _CrossEntropy.apply(logits, target, reduction, ignore_index, True)
+def may_write_over(logits: Any, target: Any, weight: Any = None, *options: Any) -> bool:
+    """Whether logits like these, as the arguments of an operation tell, may be written over if nobody else reads them."""
+    label_smoothing = options[2] if len(options) > 2 else 0.0
+    is_dense = tuple(logits.stride) == (logits.shape[-1], 1)
+    return is_dense and _is_plain(logits, target, weight, label_smoothing)
 
 
 def _is_traced() -> bool:
@@ -101,4 +87,4 @@ class _CrossEntropy(torch.autograd.Function):
         return likelihood, None, None, None, None
 
 
-_KERNELS: dict[str, Callable[..., Any]] = {CROSS_ENTROPY: cross_entropy, OVER_LOGITS: cross_entropy_over_logits}
+_KERNELS: dict[str, Callable[..., Any]] = {CROSS_ENTROPY: cross_entropy, OVER_LOGITS: partial(cross_entropy, over=True)}

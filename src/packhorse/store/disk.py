@@ -31,7 +31,7 @@ from packhorse.store.block_files import BlockFiles, describe_blocks, rebuild_blo
 from packhorse.store.blocks import GRADIENT, MASTER, WORKING, Block
 from packhorse.store.files import File, FileSystem, Lock, digest, replace_small, seal, unseal, write_small
 from packhorse.store.journal import Journal
-from packhorse.store.lane import ORDINARY, Lane, do_now
+from packhorse.store.lane import ORDINARY, Lane, do_now, gather
 from packhorse.store.places import make_places
 from packhorse.store.relayout import copy_blocks, find_difference, write_working
 from packhorse.store.runs import MANIFESTS, Earlier
@@ -393,7 +393,7 @@ class DiskStore(Store):
         assert not write or kind != WORKING, "a cast copy is read only"
         jobs = [job(*unit) for unit in block.units_between(loan.start, loan.stop)]
         if loan.priority is None:
-            return do_now(lambda: [do() for do in jobs] and loan.result)
+            return gather([do_now(do) for do in jobs], lambda: loan.result)
         return self.lane.submit_all(jobs, loan.result, priority=loan.priority)
 
     def move(
