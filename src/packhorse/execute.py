@@ -355,7 +355,7 @@ class Executor:
 
     def _accumulate(self, task: Task, s: int, name: str, gradient: Tensor, alone: bool) -> None:
         block, slot = self.layout.places[name]
-        if not self.layout.states.get(block.name) and block.name not in self.layout.followed:
+        if name not in self.layout.states and block.name not in self.layout.followed:
             return  # trainable, but none of the optimizer's
         key = (block.name, s)
         if key not in task.sums:
@@ -567,6 +567,13 @@ class Executor:
             done, self.in_flight = wait(self.in_flight, return_when=FIRST_COMPLETED)
             for update in done:
                 update.result()
+        self._forget_done()
+
+    def _forget_done(self) -> None:
+        """Nobody waits for those; left alone they would be as many as the model has segments."""
+        for name, future in list(self.pending.items()):
+            if name != COMMIT and future.done() and future.exception() is None:
+                del self.pending[name]
 
     def add_parked(self, gradient: Gradient) -> None:
         """What of a gradient waits, from segments behind, becomes part of it."""

@@ -30,9 +30,7 @@ class Layout:
 
     blocks: tuple[Block, ...]
     users: Mapping[str, tuple[int, ...]]
-    states: Mapping[
-        str, Mapping[str, tuple[StateKind, ...]]
-    ]  # block -> tensor -> optimizer states; none if not updated
+    states: Mapping[str, tuple[StateKind, ...]]  # of tensors that are updated
     differentiable: frozenset[int]
     followed: frozenset[str] = frozenset()  # blocks that are used here, and updated by another rank
     elsewhere: frozenset[str] = frozenset()  # parameters and buffers that only other ranks have
@@ -100,7 +98,7 @@ def make_layout(
             groups.setdefault((place, ((MASTER, buffer.dtype),), buffer.dtype, False), []).append(name)
     blocks: list[Block] = []
     block_users: dict[str, tuple[int, ...]] = {}
-    states: dict[str, dict[str, tuple[StateKind, ...]]] = {}
+    states: dict[str, tuple[StateKind, ...]] = {}
     counts: Counter[Any] = Counter()
     for (place, kinds, working, updated), names in groups.items():
         name = f"{place[0]}.{counts[place]}" if counts[place] else str(place[0])
@@ -110,7 +108,7 @@ def make_layout(
         if on_disk and working != kept[MASTER]:
             kept[WORKING] = working
         if updated:
-            states[name] = {n: _states(graph, stepper, n) for n in names}
+            states.update({n: _states(graph, stepper, n) for n in names})
             if on_disk and (deferred or len(block_users[name]) > 1):
                 kept[GRADIENT] = kept[MASTER]
         whole = updated and not all(stepper.is_tileable(n) for n in names)

@@ -41,7 +41,7 @@ class ModelState:
     ):
         self.graph, self.layout, self.store, self.ledger = graph, layout, store, ledger
         self.world, self._links = world, links
-        self.small = {name: Small(dict(kinds)) for name, kinds in layout.states.items()}
+        self.small = Small(layout.states)
         self.buffers: dict[str, Tensor] = {}  # those that live in memory: written ones, and what no block holds
 
     def describe(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -105,29 +105,31 @@ class ModelState:
         """States the optimizer already has, from training before or from its constructor, move to the store."""
         parameters = dict(model.named_parameters())
         for block in self.layout.blocks:
-            given = {n: optimizer.state.get(parameters[n], {}) for n in self.layout.states.get(block.name, ())}
+            names = [slot.name for slot in block.slots if slot.name in self.layout.states]
+            given = {name: optimizer.state.get(parameters[name], {}) for name in names}
             if any(given.values()):
                 self._take(block, given)
         optimizer.state.clear()
 
     def _take(self, block: Block, given: Mapping[str, Mapping[str, Any]]) -> None:
         """States on the meta device have no values; the first step makes them anew."""
-        small = self.small[block.name]
+        started = set()
         for name, state in given.items():
-            values = [state.get(kind.name) for kind in small.kinds[name]]
+            values = [state.get(kind.name) for kind in self.small.kinds[name]]
             if values and all(isinstance(v, Tensor) and not v.is_meta for v in values):
-                small.started.add(name)
-        if not small.started:
+                started.add(name)
+        if not started:
             return
-        for kind in small.large:
+        for kind in block.states:
             loan = self.store.borrow(block, kind, read=False)
             for slot in block.slots:
-                if slot.name in small.started:
+                if slot.name in started:
                     slot.view(loan.ready.result()).copy_(given[slot.name][kind])
             _wait(loan.give_back(dirty=True))
-        for name in small.started:
-            kept = [kind.name for kind in small.kinds[name] if not kind.large]
-            small.values.update({(name, kind): given[name][kind].clone() for kind in kept})
+        for name in started:
+            for kind in self.small.kinds_of(name):
+                self.small.put(name, kind, given[name][kind].clone())
+        self.small.started |= started
         self.store.carry_over(block, MASTER)
         self.store.publish(block)
 
@@ -135,47 +137,44 @@ class ModelState:
         """All that is committed beside the blocks."""
         tensors = {f"buffer:{name}": buffer for name, buffer in self.buffers.items()}
         scalars: dict[str, dict[str, Tensor]] = {}
-        for small in self.small.values():
-            for (name, kind), value in small.values.items():
+        for kind, values in self.small.values.items():
+            for name, value in values.items():
                 if value.ndim == 0:
                     scalars.setdefault(kind, {})[name] = value
                 else:
                     tensors[f"state:{name}:{kind}"] = value
-        started = {name for small in self.small.values() for name in small.started}
-        tensors["started"] = torch.tensor([name in started for name in self.graph.parameters], dtype=torch.uint8)
+        started = [name in self.small.started for name in self.graph.parameters]
+        tensors["started"] = torch.tensor(started, dtype=torch.uint8)
         for kind, values in scalars.items():  # one vector for thousands of them, 0 where a parameter has none
             nothing = torch.zeros_like(next(iter(values.values())))
             tensors[f"scalars:{kind}"] = torch.stack([values.get(name, nothing) for name in self.graph.parameters])
         return tensors
 
     def load_small(self, tensors: Mapping[str, Tensor]) -> None:
-        for small in self.small.values():
-            small.started.clear()
-            small.values.clear()
+        small = self.small
+        small.started.clear()
+        small.values.clear()
         for key, tensor in tensors.items():
             kind, _, name = key.partition(":")
             if kind == "buffer":
                 self.buffers[name] = tensor
             elif kind == "state":
                 name, _, state = name.rpartition(":")
-                block = self.layout.places[name][0].name
-                if block in self.small:
-                    self.small[block].values[name, state] = tensor
+                if name in small.kinds:
+                    small.put(name, state, tensor)
         for i, name in enumerate(self.graph.parameters):
-            own = None if name in self.layout.elsewhere else self.small.get(self.layout.places[name][0].name)
-            if tensors["started"][i] and own is not None:  # others are not updated any more
-                own.started.add(name)
-                for state in (k.name for k in own.kinds[name] if not k.large):
-                    if (name, state) not in own.values:
-                        own.values[name, state] = share_scalar(tensors[f"scalars:{state}"][i].clone())
+            if tensors["started"][i] and name in small.kinds:  # others are not updated any more, or elsewhere
+                small.started.add(name)
+                for state in small.kinds_of(name):
+                    if name not in small.values.get(state, {}):
+                        small.put(name, state, share_scalar(tensors[f"scalars:{state}"][i].clone()))
 
     def take_up(self, records: Iterable[Mapping[str, Any]]) -> None:
         """What an interrupted step had advanced, as its journal says."""
         for described in (entry for record in records for entry in record["small"]):
-            for name in described["started"]:
-                self.small[self.layout.places[name][0].name].started.add(name)
+            self.small.started.update(described["started"])
             for name, kind, value in described["values"]:
-                self.small[self.layout.places[name][0].name].values[name, kind] = decode(value)
+                self.small.put(name, kind, decode(value))
 
     def read(self, name: str) -> Tensor:
         """A copy of a parameter or buffer, by any of its names, as the last update left it. All ranks must ask for it."""

@@ -26,20 +26,27 @@ from packhorse.threads import using_threads
 
 @dataclass
 class Small:
-    """What the optimizer keeps of a block beside its large states: scalars and the like, in memory."""
+    """What the optimizer keeps beside the large states that are in blocks: scalars and the like, in memory.
 
-    kinds: dict[str, tuple[StateKind, ...]]  # by tensor
+    Of all tensors in one: a deep model has thousands, and tables of their own would lie scattered among large pieces of memory.
+    """
+
+    kinds: Mapping[str, tuple[StateKind, ...]]  # by tensor, the large ones too
     started: set[str] = field(default_factory=set)  # tensors that have been stepped, or came with states
-    values: dict[tuple[str, str], Tensor] = field(default_factory=dict)  # (tensor, kind) -> value
+    values: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # kind -> tensor -> value
 
-    @property
-    def large(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(k.name for kinds in self.kinds.values() for k in kinds if k.large))
+    def kinds_of(self, name: str) -> list[str]:
+        """Those that are not large."""
+        return [kind.name for kind in self.kinds[name] if not kind.large]
 
-    def describe(self) -> dict[str, Any]:
+    def put(self, name: str, kind: str, value: Tensor) -> None:
+        self.values.setdefault(kind, {})[name] = value
+
+    def describe(self, block: Block) -> dict[str, Any]:
         """For a journal."""
-        values = [[name, kind, encode(value, kind)] for (name, kind), value in self.values.items()]
-        return {"started": sorted(self.started), "values": values}
+        started = sorted(slot.name for slot in block.slots if slot.name in self.started)
+        values = [[n, kind, encode(self.values[kind][n], kind)] for n in started for kind in self.kinds_of(n)]
+        return {"started": started, "values": values}
 
 
 _scalars: WeakValueDictionary[tuple[torch.dtype, str], Tensor] = WeakValueDictionary()
@@ -66,8 +73,8 @@ class Boundary:
 class Updater:
     """Steps blocks. All but the chunks themselves is asked for by one thread."""
 
-    def __init__(self, store: Store, stepper: Stepper, small: Mapping[str, Small]):
-        self.store, self.stepper, self.small = store, stepper, dict(small)
+    def __init__(self, store: Store, stepper: Stepper, small: Small):
+        self.store, self.stepper, self.small = store, stepper, small
         self.parked: dict[str, Gradient] = {}
         self._previous: Future[Any] | None = None  # with one version: what is updated must be published before the next
         self.num_threads = torch.get_num_threads()  # what sums are made with whose order must be plain's
@@ -194,7 +201,7 @@ class Updater:
         parked = self.describe_parked()  # now: later segments' join them
 
         def publish() -> None:
-            small = [self.small[block.name].describe() for block in stepped]
+            small = [self.small.describe(block) for block in stepped]
             record = {"segment": boundary.segment, "gradients": boundary.gradients, "parked": parked, "small": small}
             self.store.publish_together(stepped, record)
             boundary.passed()
@@ -224,11 +231,11 @@ class Updater:
         except BaseException:
             update.let_go()
             raise
-        small = self.small[block.name]
 
         def finish() -> None:
-            small.values.update(update.advanced)
-            small.started |= update.present
+            for (name, kind), value in update.advanced.items():
+                self.small.put(name, kind, value)
+            self.small.started |= update.present
 
         jobs = [partial(self._step_chunk, update, start, stop) for start, stop in _chunks(block)]
         stepped = gather([self.store.work(job, priority=priority) for job in jobs], finish)
@@ -237,10 +244,10 @@ class Updater:
 
     def _step_chunk(self, update: "_Update", start: int, stop: int) -> None:
         """Elements `start` to `stop` of a block: read, stepped, written."""
-        block, small = update.block, self.small[update.block.name]
+        block, is_started = update.block, any(slot.name in self.small.started for slot in update.block.slots)
         loans = {MASTER: self.store.borrow(block, MASTER, start, stop, here=True)}
-        for kind in small.large:
-            loans[kind] = self.store.borrow(block, kind, start, stop, read=bool(small.started), here=True)
+        for kind in block.states:
+            loans[kind] = self.store.borrow(block, kind, start, stop, read=is_started, here=True)
         waiting = self._waiting_part(update.parked, start, stop, here=True)
         try:
             with using_threads(self.num_threads if block.whole else 1):
@@ -277,17 +284,17 @@ class Updater:
                 gradient = _sum(update.gradient, update.parked, parked, slot, at, end, start)
                 if update.scale is not None:
                     gradient.mul_(update.scale)
-                waiting.append(self._make_tile(block, slot, at, end, start, flats, gradient))
+                waiting.append(self._make_tile(slot, at, end, start, flats, gradient))
                 if sum(tile.end - tile.at for tile in waiting) >= TILE:
                     step()
         if waiting:
             step()
 
     def _make_tile(
-        self, block: Block, slot: Slot, at: int, end: int, start: int, flats: Mapping[str, Tensor], gradient: Tensor
+        self, slot: Slot, at: int, end: int, start: int, flats: Mapping[str, Tensor], gradient: Tensor
     ) -> "_Tile":
         """A tensor, or elements `at` to `end` of it, in a chunk that begins at `start`, with its states."""
-        small = self.small[block.name]
+        small = self.small
         whole = (at, end) == (slot.start, slot.stop)
         master = _cut(flats[MASTER], slot, at, end, start)
         state: dict[str, Any] = {}
@@ -296,7 +303,7 @@ class Updater:
                 if kind.large:
                     state[kind.name] = _cut(flats[kind.name], slot, at, end, start)
                 else:
-                    state[kind.name] = small.values[slot.name, kind.name].clone()
+                    state[kind.name] = small.values[kind.name][slot.name].clone()
         else:
             state = self.stepper.initial_state(master)
         shaped = slot.shape_of(gradient) if whole else gradient
@@ -305,7 +312,7 @@ class Updater:
     def _take_states(self, update: "_Update", tile: "_Tile", start: int, flats: Mapping[str, Tensor]) -> None:
         """What a step left: large states in their chunk, where they may be already, small ones by themselves."""
         slot = tile.slot
-        for kind in self.small[update.block.name].kinds[slot.name]:
+        for kind in self.small.kinds[slot.name]:
             value = tile.piece.state[kind.name]
             if not kind.large:
                 update.advanced[slot.name, kind.name] = share_scalar(value)

@@ -106,11 +106,12 @@ class Block:
     @property
     def state_nbytes(self) -> int:
         """Masters and optimizer states: what an update reads."""
-        return sum(self.nbytes(kind) for kind in self.kinds if kind not in (WORKING, GRADIENT))
+        return sum(self.nbytes(kind) for kind in (MASTER, *self.states))
 
     @property
-    def has_states(self) -> bool:
-        return any(kind not in (MASTER, WORKING, GRADIENT) for kind in self.kinds)
+    def states(self) -> list[str]:
+        """The kinds that are states of an optimizer."""
+        return [kind for kind in self.kinds if kind not in (MASTER, WORKING, GRADIENT)]
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         return {slot.name: slot.view(flat) for slot in self.slots}

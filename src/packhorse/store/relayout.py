@@ -77,7 +77,7 @@ def _find(files: BlockFiles, wanted: Slot, kind: str) -> Slot | None:
         source, held = files.find(wanted.name)
     except StopIteration:
         return None
-    if not source.has_states and kind != MASTER:
+    if not source.states and kind != MASTER:
         return None  # not updated so far, or by another rank: its states begin now, or are there
     if kind not in source.kinds:
         raise StoreError(
