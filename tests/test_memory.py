@@ -43,9 +43,9 @@ def test_little_that_lies_idle_and_what_will_be_used_again_stays(
 ) -> None:
     heap, trims = Heap(Ledger(), plenty=False, ceiling=0), []
     monkeypatch.setattr(heap, "_trim", lambda _: trims.append(resident[0]))
-    resident[0] += memory.LEEWAY
+    resident[0] += memory.WORTHWHILE
     heap.tidy(needed=MB)
-    resident[0] += 50 * MB
+    resident[0] += memory.LEEWAY - memory.WORTHWHILE + 50 * MB
     heap.tidy(50 * MB)
     assert not trims
     heap.tidy(49 * MB)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packhorse import ScheduleError, lowering, schedule
-from packhorse.schedule import KINDS, Action, check, parse, show
+from packhorse.schedule import KINDS, Action, Actions, check, parse, show
 
 
 @given(st.sampled_from(sorted(KINDS)), st.integers(0, 999), st.integers(0, 999))
@@ -15,6 +15,16 @@ def test_text_round_trip(kind: str, segment: int, microbatch: int) -> None:
     _, takes_segment, takes_microbatch = KINDS[kind]
     action = Action(kind, segment if takes_segment else None, microbatch if takes_microbatch else None)
     assert Action.parse(str(action)) == action
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(KINDS)), st.none() | st.integers(0, 999), st.none() | st.integers(0, 9)))
+)
+def test_a_packed_list_is_the_list(found: list[tuple[str, int | None, int | None]]) -> None:
+    actions = [Action(*action) for action in found]
+    packed = Actions(actions)
+    assert list(packed) == actions and list(reversed(packed)) == actions[::-1] and packed[1:-1] == actions[1:-1]
+    assert show(packed) == show(actions)
 
 
 @pytest.mark.parametrize("text", ["12", "F3", "3F", "COMMIT1", "3COMMIT", "3fetch", "3FETCH1", "3X1", ""])

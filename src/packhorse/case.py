@@ -243,9 +243,9 @@ class Case:
 
 
 def _price_by_rates(segment: Segment, rows: int, machine: Machine) -> Price:
-    share = rows / segment.graph.batch.rows
+    share, hollow = rows / segment.graph.batch.rows, segment.hollow
     prices = [
-        price_node(segment.graph, node, machine, share, is_hollow=i in segment.hollow)
+        price_node(segment.graph, node, machine, share, is_hollow=i in hollow)
         for i, node in enumerate(segment.nodes, segment.start)
     ]
     return Price(*(sum(column) for column in zip(*prices, strict=True)))

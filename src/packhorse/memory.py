@@ -258,7 +258,17 @@ def _find_in_libc(name: str) -> Callable[..., int] | None:
 
 
 # Parameters of mallopt, from malloc.h.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
+
+
+def share_heap() -> None:
+    """Threads from now on take memory from the heap of all: what lies idle at the end of one of their own is never given back.
+
+    Not even by `malloc_trim`: tens of megabytes where threads step optimizers.
+    """
+    set_option = _find_in_libc("mallopt")
+    if set_option is not None:
+        set_option(_ARENA_MAX, 1)
 
 
 class Heap:
@@ -286,7 +296,7 @@ class Heap:
         too, so what is left then is no measure for the next time.
         """
         idle = self._uncounted_bytes() - self._floor
-        if self._trim is None or self.plenty or idle <= LEEWAY:
+        if self._trim is None or self.plenty or idle <= WORTHWHILE:
             return
         if idle <= LEEWAY + reusable if needed is None else self.has_room(needed - min(reusable, idle)):
             return
@@ -304,6 +314,7 @@ class Heap:
 
 
 LEEWAY = 16 << 20  # growth that is let pass
+WORTHWHILE = 4 << 20  # to be given back, beside the milliseconds that takes
 # Pieces of at least that size malloc gives back as soon as they are freed; left alone, it learns to keep twice as large ones.
 LARGE = 16 << 20
 KEPT_ON_TOP = 64 << 20  # of the heap, before malloc gives back by itself

@@ -6,6 +6,7 @@ parameter may be cut into tiles without changing a bit. That is found by trying 
 """
 
 import inspect
+import sys
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
@@ -58,7 +59,7 @@ class Stepper:
         self._tileable: dict[int, bool] = {}
 
     def _find_groups(self, model: nn.Module) -> dict[str, int]:
-        names = {id(p): name for name, p in model.named_parameters()}
+        names = {id(p): sys.intern(name) for name, p in model.named_parameters()}
         groups: dict[str, int] = {}
         for index, group in enumerate(self.optimizer.param_groups):
             for parameter in group["params"]:

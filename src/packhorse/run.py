@@ -121,6 +121,7 @@ def open_run(
     if manifest is None:
         source = read_files(model, weights) if weights is not None else read_model(model)
         store.create(state.layout.blocks, pool, header)
+        del header  # of a deep model it is large
         state.fill(source)
         state.take_optimizer_state(run.optimizer, model)
         store.commit(run.facts(run.read_position()), state.small_tensors())

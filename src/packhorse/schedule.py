@@ -6,9 +6,10 @@ segment 7.
 """
 
 import re
+from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from packhorse.errors import ScheduleError
 
@@ -68,6 +69,40 @@ class Action(NamedTuple):
             names = ["a segment before it"] * takes_segment + ["a microbatch after it"] * takes_microbatch
             raise ScheduleError(f"{text!r} is no action; {match[2]} takes {' and '.join(names) or 'no number'}")
         return cls(match[2], int(match[1]) if match[1] else None, int(match[3]) if match[3] else None)
+
+
+class Actions(Sequence[Action]):
+    """A list of actions for as long as a program lives: of a deep model it is long, so it is packed."""
+
+    _NOTHING = -1  # where an action names no segment, or no microbatch
+
+    def __init__(self, actions: Iterable[Action]):
+        self._kinds, self._numbers = bytearray(), array("i")
+        for kind, *places in actions:
+            self._kinds.append(_NUMBERS[kind])
+            self._numbers.extend(self._NOTHING if place is None else place for place in places)
+
+    def __len__(self) -> int:
+        return len(self._kinds)
+
+    @overload
+    def __getitem__(self, index: int) -> Action: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Action]: ...
+    def __getitem__(self, index: int | slice) -> Action | list[Action]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        segment, microbatch = self._numbers[2 * index : 2 * index + 2]
+        return Action(
+            _KINDS[self._kinds[index]],
+            None if segment == self._NOTHING else segment,
+            None if microbatch == self._NOTHING else microbatch,
+        )
+
+
+_KINDS = tuple(KINDS)
+_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 
 
 def parse(text: str) -> list[Action]:

@@ -22,7 +22,7 @@ from packhorse.ranks.links import Links
 from packhorse.ranks.shards import Shard
 from packhorse.ranks.world import World
 from packhorse.store import MASTER, Block, Slot, Store
-from packhorse.store.encode import decode
+from packhorse.store.encode import DTYPE_NAMES, decode
 from packhorse.update import Small, share_scalar
 from packhorse.weights import FileTensor
 
@@ -54,9 +54,9 @@ class ModelState:
             "tensors": [
                 {
                     "name": name,
-                    "names": list(t.names),
-                    "shape": list(t.shape),
-                    "dtype": str(t.dtype).removeprefix("torch."),
+                    "names": t.names,
+                    "shape": t.shape,
+                    "dtype": DTYPE_NAMES[t.dtype],
                     "saved": name not in buffers or buffers[name].persistent,
                 }
                 for name, t in stored

@@ -22,7 +22,7 @@ from packhorse.plan import Plan
 from packhorse.precision import Precision
 from packhorse.program import Microbatch, Program, Task
 from packhorse.ranks.world import World
-from packhorse.schedule import check
+from packhorse.schedule import Actions, check
 from packhorse.search import count_microbatches
 from packhorse.state import ModelState
 
@@ -145,7 +145,7 @@ class Tasks:
                 local=None if traffic is None or links is None else traffic.segments_of(links.place),
                 receives=((), ()) if traffic is None else traffic.receivers(),
             )
-            self._programs[key] = Program(part, actions, traffic, self.plan.piece_bytes)
+            self._programs[key] = Program(part, Actions(actions), traffic, self.plan.piece_bytes)
         return self._programs[key]
 
     # -- results

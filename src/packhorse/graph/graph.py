@@ -147,12 +147,16 @@ class Node(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor of the model by its first name; `names` are all its names (more than one: tied)."""
+    """A tensor of the model by its first name; a tied one has others."""
 
     name: str
-    names: tuple[str, ...]
+    others: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.others)
 
     @property
     def nbytes(self) -> int:
@@ -248,7 +252,7 @@ class Graph:
 
     @cached_property
     def ties(self) -> dict[str, tuple[str, ...]]:
-        return {p.name: p.names for p in self.parameters.values() if len(p.names) > 1}
+        return {p.name: p.names for p in self.parameters.values() if p.others}
 
     @property
     def num_parameters(self) -> int:
@@ -283,17 +287,17 @@ def describe_state(model: nn.Module, precision: Precision = "fp32") -> tuple[dic
     ] = {}  # one object a shape: there are few, and thousands of parameters
 
     def describe(tensor: Tensor) -> tuple[str, tuple[str, ...], tuple[int, ...], torch.dtype]:
-        shape = tuple(tensor.shape)
-        return names[id(tensor)][0], tuple(names[id(tensor)]), shapes.setdefault(shape, shape), tensor.dtype
+        (first, *others), shape = names[id(tensor)], tuple(tensor.shape)
+        return first, tuple(others), shapes.setdefault(shape, shape), tensor.dtype
 
     persistent = set(model.state_dict(keep_vars=True))
     uncast, cast = uncast_parameters(model), working_dtype(precision)
 
     def describe_parameter(parameter: nn.Parameter) -> Parameter:
-        name, all_names, shape, dtype = describe(parameter)
+        name, others, shape, dtype = describe(parameter)
         keeps = id(parameter) in uncast or not dtype.is_floating_point
         working = dtype if keeps or cast is None else cast
-        return Parameter(name, all_names, shape, master_dtype(dtype, precision), parameter.requires_grad, working)
+        return Parameter(name, others, shape, master_dtype(dtype, precision), parameter.requires_grad, working)
 
     parameters = [describe_parameter(p) for p in model.parameters()]
     buffers = [Buffer(*describe(b), names[id(b)][0] in persistent, False) for b in model.buffers()]

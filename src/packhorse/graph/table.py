@@ -57,8 +57,9 @@ class ValueTable(Sequence[Value]):
     """Values in order: first those from outside, by name; then those that nodes make, named after what makes them."""
 
     def __init__(self, outside: Iterable[Value], made: Iterable[Value]):
-        self._outside = tuple(outside)
-        made = list(made)
+        outside, made = list(outside), list(made)
+        self._outside = tuple(value.name for value in outside)
+        self._sorts, self._sort_ids = _index((value.kind, value.type) for value in outside)
         self._names, self._name_ids = _index(value.name for value in made)
         self._types, self._type_ids = _index(value.type for value in made)
 
@@ -74,7 +75,7 @@ class ValueTable(Sequence[Value]):
             return tuple(self[i] for i in range(*index.indices(len(self))))
         index = range(len(self))[index]
         if index < len(self._outside):
-            return self._outside[index]
+            return Value(self._outside[index], *self._sorts[self._sort_ids[index]])
         at = index - len(self._outside)
         return Value(f"{self._names[self._name_ids[at]]}:{index}", "node", self._types[self._type_ids[at]])
 

@@ -10,6 +10,7 @@ import linecache
 import math
 import operator
 import re
+from array import array
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,7 +73,7 @@ class Binding:
     """The text of a range of nodes, and which of the graph's values go in and out, in the order of the function's arguments."""
 
     source: str = ""
-    parameters: list[int] = field(default_factory=list)
+    parameters: "array[int]" = field(default_factory=lambda: array("I"))
     buffers: list[int] = field(default_factory=list)
     constants: list[int] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)

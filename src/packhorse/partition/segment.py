@@ -5,7 +5,7 @@ one by one, with one `differentiate` each from last to first, they give the mode
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -35,7 +35,7 @@ class Segment:
         self._binding.source = code.source  # one text for all twins
         return code
 
-    @cached_property
+    @property
     def hollow(self) -> frozenset[int]:
         """The nodes that need not compute when only the graph is wanted."""
         return find_hollow(self.graph, self.start, self.stop)
@@ -63,7 +63,7 @@ class Segment:
         by_rows = self.looked_up.values()
         return get_code(write_code(self.graph, self.start, self.stop, self.hollow, by_rows).source)
 
-    def _names(self, values: list[int]) -> tuple[str, ...]:
+    def _names(self, values: Iterable[int]) -> tuple[str, ...]:
         return tuple(self.graph.values[i].name for i in values)
 
     @cached_property
@@ -90,10 +90,10 @@ class Segment:
         return self._names(self._binding.outputs)
 
     @cached_property
-    def differentiable_inputs(self) -> frozenset[str]:
+    def differentiable_inputs(self) -> tuple[str, ...]:
         """The inputs that gradients flow back through."""
         values = self.graph.values
-        return frozenset(values[i].name for i in self._binding.inputs if values[i].type.differentiable)
+        return tuple(values[i].name for i in self._binding.inputs if values[i].type.differentiable)
 
     @cached_property
     def is_differentiable(self) -> bool:
@@ -101,13 +101,13 @@ class Segment:
         return any(self.graph.values[i].type.differentiable for i in self._binding.outputs)
 
     @cached_property
-    def borrowed_outputs(self) -> frozenset[str]:
+    def borrowed_outputs(self) -> tuple[str, ...]:
         """The outputs that may be views of a parameter or buffer."""
         values = self.graph.values
         borrowed = {i for node in self.nodes for i in node.operands if values[i].kind not in ("node", "input")}
         for node in self.nodes:
             borrowed.update(result for result, operand in node.aliases if operand in borrowed)
-        return frozenset(values[i].name for i in self._binding.outputs if i in borrowed)
+        return tuple(values[i].name for i in self._binding.outputs if i in borrowed)
 
     @cached_property
     def needs_grad_mode(self) -> bool:

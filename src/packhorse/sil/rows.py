@@ -16,21 +16,9 @@ import torch
 from torch import Tensor
 
 from packhorse.errors import StoreError
+from packhorse.store.encode import DTYPE_NAMES, DTYPES
 from packhorse.store.files import FileSystem, replace_small, seal, unseal
 
-DTYPES: dict[str, torch.dtype] = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.int64,
-        torch.int32,
-        torch.uint8,
-        torch.bool,
-    )
-}
 INDEX = "rows.json"  # written last: without it the rows are not all there
 
 
@@ -58,7 +46,7 @@ class RowsWriter:
 
     def _open(self, columns: Mapping[str, Tensor]) -> None:
         for i, (name, column) in enumerate(columns.items()):
-            self._columns[name] = (str(column.dtype).removeprefix("torch."), tuple(column.shape[1:]))
+            self._columns[name] = (DTYPE_NAMES[column.dtype], tuple(column.shape[1:]))
             self._files[name] = os.open(_path(self.directory, i), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
 
     def _write(self, file: int, column: Tensor) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from packhorse.errors import StoreError
 from packhorse.memory import map_bytes
 from packhorse.store.blocks import GRADIENT, MASTER, UNIT, Block, Slot
+from packhorse.store.encode import DTYPE_NAMES
 from packhorse.store.files import File, FileSystem, as_bytes, digest
 from packhorse.store.places import Runs, Spares, make_places
 
@@ -176,12 +177,10 @@ def describe_blocks(blocks: Sequence[Block]) -> list[Any]:
     return [
         {
             "name": block.name,
-            "kinds": {k: str(dtype).removeprefix("torch.") for k, dtype in block.kinds.items() if k != GRADIENT},
-            "slots": [
-                [slot.name, list(slot.shape), list(slot.stride), slot.start, slot.offset] for slot in block.slots
-            ],
+            "kinds": {k: DTYPE_NAMES[dtype] for k, dtype in block.kinds.items() if k != GRADIENT},
+            "slots": [(slot.name, slot.shape, slot.stride, slot.start, slot.offset) for slot in block.slots],
             "whole": block.whole,
-            "users": list(block.users),
+            "users": block.users,
             "length": block.length,
         }
         for block in blocks

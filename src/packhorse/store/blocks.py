@@ -8,6 +8,7 @@ and written by direct I/O, and the same range of elements is the same piece of t
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -131,15 +132,15 @@ def make_block(
     for tensor_name, tensor in tensors:
         shape = tuple(tensor.shape)
         stride = tensor.stride() if _is_dense(tensor) else torch.empty(shape, device="meta").stride()
-        slots.append(Slot(tensor_name, *_share(shape, tuple(stride)), start, tensor.numel()))
+        slots.append(Slot(tensor_name, *_share(shape, tuple(stride), start, tensor.numel())))
         start = align(slots[-1].stop)
     return Block(name, tuple(slots), dict(kinds), working or kinds[MASTER], whole, users)
 
 
 @cache
-def _share(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The same two for all tensors alike: a deep model has thousands of them, of few kinds."""
-    return shape, stride
+def _share(shape: tuple[int, ...], stride: tuple[int, ...], *numbers: int) -> tuple[Any, ...]:
+    """The same objects for all that is alike: a deep model has thousands of tensors, of few kinds."""
+    return shape, stride, *numbers
 
 
 def _is_dense(tensor: Tensor) -> bool:

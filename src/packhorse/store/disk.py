@@ -29,7 +29,7 @@ from packhorse.errors import StoreError
 from packhorse.memory import Ledger, Pool
 from packhorse.store.block_files import BlockFiles, describe_blocks, rebuild_blocks
 from packhorse.store.blocks import GRADIENT, MASTER, WORKING, Block
-from packhorse.store.files import File, FileSystem, Lock, digest, replace_small, seal, unseal, write_small
+from packhorse.store.files import File, FileSystem, Lock, digest, is_same_json, replace_small, seal, unseal, write_small
 from packhorse.store.journal import Journal
 from packhorse.store.lane import ORDINARY, Lane, do_now, gather
 from packhorse.store.places import make_places
@@ -81,7 +81,7 @@ class DiskStore(Store):
         self.lock = Lock(self.path / "lock")
         self._pool = Pool(Ledger())
         self._files: BlockFiles | None = None
-        self._committed: dict[str, Any] | None = None  # the manifest
+        self._committed: dict[str, Any] | None = None  # the manifest, but for what it says of every block
         self._unwritten: tuple[Mapping[str, Any], Mapping[str, Tensor]] | None = None  # without durability: a commit
         self._base = ""  # the checksum of that
         self.journal = Journal(self.system, self.path, sync=durability == "power")
@@ -206,7 +206,7 @@ class DiskStore(Store):
         self._files = BlockFiles(
             self.system, path, blocks, versions, rolls=rolls, create=False, checked=checked, allocate=False
         )
-        self._committed = manifest
+        self._keep(manifest)
         self._take_up(manifest, rolls)
         return manifest
 
@@ -233,7 +233,7 @@ class DiskStore(Store):
         difference = find_difference(found, header)
         if difference:
             raise StoreError(f"{self.path} belongs to another model or optimizer: {difference}")
-        same = found["blocks"] == describe_blocks(blocks) and found["versions"] == self.versions
+        same = is_same_json(found["blocks"], describe_blocks(blocks)) and found["versions"] == self.versions
         if same and manifest["checked"] == (self.durability != "none"):
             path = self.files.path
             self.files.close()
@@ -250,8 +250,7 @@ class DiskStore(Store):
             self._lay_out_anew(blocks, header)
             self.is_laid_out_anew = True
         if self.durability == "none":
-            assert self._committed is not None
-            self._write_manifest(self._committed, open=True)
+            self._write_manifest(self._read_committed(), open=True)
         self._count()
 
     def continue_from(
@@ -279,7 +278,7 @@ class DiskStore(Store):
 
     def _lay_out_anew(self, blocks: Sequence[Block], header: Mapping[str, Any]) -> None:
         """Copies all tensors into new files, unit by unit, and then lets the manifest name those."""
-        old, manifest = self.files, dict(self._committed or {})
+        old, manifest = self.files, self._read_committed()
         number = int(old.path.name.rpartition("-")[2]) + 1
         new = self._make_files(f"blocks-{number}", blocks, header)
         copy_blocks([old], new, self._pool)
@@ -468,8 +467,18 @@ class DiskStore(Store):
 
     def _take_note(self, manifest: dict[str, Any], content: bytes) -> None:
         """That is the commit from now on; the journal of the step before is of no use any more."""
-        self._committed, self._base = manifest, f"{digest(content):016x}"
+        self._keep(manifest)
+        self._base = f"{digest(content):016x}"
         self.journal.forget()
+
+    def _keep(self, manifest: Mapping[str, Any]) -> None:
+        """Of a deep model what it says of blocks is large, and read again when it is wanted."""
+        self._committed = {key: said for key, said in manifest.items() if key != "version"}
+
+    def _read_committed(self) -> dict[str, Any]:
+        manifest = self.read_manifest()
+        assert manifest is not None, "the store is open"
+        return manifest
 
     def _small_path(self, number: int) -> Path:
         return self.path / f"small-{number}.safetensors"
@@ -501,8 +510,9 @@ class DiskStore(Store):
                 f"there is one version, and segment {first} is updated already: a run with resume=True finishes the step"
             )
         self.journal.forget()
-        self.files.restore(self._committed["version"])
-        return dict(self._committed["facts"])
+        manifest = self._read_committed()
+        self.files.restore(manifest["version"])
+        return dict(manifest["facts"])
 
     def close(self) -> None:
         self.lane.close()
@@ -510,7 +520,7 @@ class DiskStore(Store):
             if self._files is not None and self._unwritten is not None and not self._torn:
                 self._commit(*self._unwritten, is_open=False)
             elif self._committed is not None and self._committed["open"] and not self._torn:
-                self._write_manifest(self._committed, open=False)
+                self._write_manifest(self._read_committed(), open=False)
         finally:
             if self._files is not None:
                 self._files.close()

@@ -13,6 +13,7 @@ from torch import Tensor
 from packhorse.errors import StoreError
 
 DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 # What is written as a list of its items, by tag; the first type that fits is taken.
 _SEQUENCES: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
@@ -31,9 +32,7 @@ def encode(value: Any, where: str) -> Any:
         content = (
             value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
         )
-        return {
-            "tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), base64.b64encode(content).decode()]
-        }
+        return {"tensor": [DTYPE_NAMES[value.dtype], list(value.shape), base64.b64encode(content).decode()]}
     if isinstance(value, bytes):
         return {"bytes": base64.b64encode(value).decode()}
     for tag, kind in _SEQUENCES.items():

@@ -169,6 +169,11 @@ def seal(content: Mapping[str, Any]) -> bytes:
     return f"packhorse {digest(text):016x}\n".encode() + text
 
 
+def is_same_json(a: Any, b: Any) -> bool:
+    """Whether two values are the same once they are written: tuples become lists then."""
+    return json.dumps(a) == json.dumps(b)
+
+
 def unseal(path: Path) -> dict[str, Any]:
     """What `seal` made, if not a bit of it has changed."""
     try:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from packhorse.errors import StoreError
-from packhorse.store.encode import DTYPES
+from packhorse.store.encode import DTYPE_NAMES, DTYPES
 from packhorse.store.files import FileSystem, as_bytes, digest, replace_small
 
 
@@ -115,7 +115,7 @@ class Journal:
                 content = as_bytes(tensor.detach().contiguous().view(-1).view(torch.uint8))
                 self._write(descriptor, content, at)
                 at += len(content)
-                dtype = str(tensor.dtype).removeprefix("torch.")
+                dtype = DTYPE_NAMES[tensor.dtype]
                 described.append([name, dtype, list(tensor.shape), f"{digest(content):016x}"])
             if self.sync:
                 self.system.sync(descriptor)

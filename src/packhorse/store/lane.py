@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from packhorse.errors import StoreError
+from packhorse.memory import share_heap
 from packhorse.threads import use_threads
 
 URGENT, ORDINARY = 0, 1 << 62  # between them, whatever order the jobs are needed in
@@ -24,6 +25,7 @@ class Lane:
         self._jobs: queue.PriorityQueue[tuple[float, int, Callable[[], None] | None]] = queue.PriorityQueue()
         self._numbers = itertools.count()
         self._closed = False
+        share_heap()
         self._threads = [threading.Thread(target=self._work, name=name, daemon=True) for _ in range(num_threads)]
         for thread in self._threads:
             thread.start()

@@ -95,7 +95,7 @@ def find_difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
     for key in ("model", "optimizer"):
         if wanted[key] != found[key]:
             return f"{key} is {found[key]} there and {wanted[key]} here"
-    there, here = ({t["name"]: (t["shape"], t["dtype"]) for t in h["tensors"]} for h in (found, wanted))
+    there, here = ({t["name"]: (list(t["shape"]), t["dtype"]) for t in h["tensors"]} for h in (found, wanted))
     for name in {**here, **there}:
         if there.get(name) != here.get(name):
             return f"{name} is {there.get(name, 'not')} there and {here.get(name, 'not')} here"

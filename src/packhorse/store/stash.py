@@ -18,7 +18,7 @@ from torch import Tensor
 from packhorse.errors import StoreError
 from packhorse.memory import PAGE, Ledger, find_span, map_bytes
 from packhorse.store.disk import DiskStore
-from packhorse.store.encode import DTYPES
+from packhorse.store.encode import DTYPE_NAMES, DTYPES
 from packhorse.store.files import File, as_bytes, digest
 from packhorse.store.lane import ORDINARY, URGENT, gather
 from packhorse.store.store import Store, done
@@ -222,4 +222,4 @@ def _shape(buffer: Tensor, like: tuple[Any, ...]) -> Tensor:
 
 def _describe(like: tuple[Any, ...]) -> list[Any]:
     dtype, shape, stride = like
-    return [str(dtype).removeprefix("torch."), list(shape), list(stride)]
+    return [DTYPE_NAMES[dtype], list(shape), list(stride)]
