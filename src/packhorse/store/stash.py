@@ -9,7 +9,8 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,9 +25,12 @@ from packhorse.store.lane import ORDINARY, URGENT, gather
 from packhorse.store.store import Store, done
 
 
-@dataclass
+@dataclass(slots=True)
 class _Kept:
-    """A tensor in memory (`tensor`), in the file (`offset`), or, while it is written, in both."""
+    """A tensor in memory (`tensor`), in the file (`offset`), or, while it is written, in both.
+
+    There are as many as segments times microbatches, made among large pieces of memory: each is small, and has no lock.
+    """
 
     tensor: Tensor | None
     nbytes: int
@@ -39,8 +43,7 @@ class _Kept:
     checksum: int | None = None  # of what outlasts the process
     written: "Future[Any] | None" = None  # under way
     held: bool = False  # its place must stay as it is
-    arrive: Callable[[], Any] = lambda: None
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    arrive: Callable[[], Any] | None = None
 
 
 class Stash:
@@ -50,6 +53,7 @@ class Stash:
         self.ledger, self.budget = ledger, budget
         self.store = store = store if isinstance(store, DiskStore) else None
         self._kept: dict[Hashable, _Kept] = {}
+        self._lock = threading.Lock()
         self._in_memory = 0
         self._file = File(store.system, store.path / "stash.bin", 0, create=True) if store is not None else None
         self._free: defaultdict[int, list[int]] = defaultdict(list)
@@ -60,7 +64,7 @@ class Stash:
         self._failure: BaseException | None = None
 
     def put(
-        self, key: Hashable, tensor: Tensor, arrive: Callable[[], Any] = lambda: None, *, lasting: bool = False
+        self, key: Hashable, tensor: Tensor, arrive: Callable[[], Any] | None = None, *, lasting: bool = False
     ) -> None:
         """Keeps a tensor, which may still be on its way from the device: `arrive` waits for it."""
         assert key not in self._kept, f"{key} is stashed twice"
@@ -70,7 +74,8 @@ class Stash:
             self.ledger.add("host", "stash", nbytes)
             self._kept[key] = _Kept(tensor, nbytes, arrive=arrive)
             return
-        arrive()
+        if arrive is not None:
+            arrive()
         self._write(key, tensor, lasting)
 
     def _write(self, key: Hashable, tensor: Tensor, lasting: bool) -> None:
@@ -82,7 +87,7 @@ class Stash:
         buffer = self.store.take_buffer(size, "stash")
         buffer[: packed.nbytes].view(tensor.dtype).copy_(packed)
         offset = self._free[size].pop() if self._free[size] else self._grow(size)
-        kept = _Kept(tensor, size, offset, buffer, (tensor.dtype, tuple(tensor.shape), stride))
+        kept = _Kept(tensor, size, offset, buffer, _share(tensor.dtype, tuple(tensor.shape), stride))
         # Until it is written the copy serves, so that the tensor itself need not live.
         kept.tensor = _shape(buffer, kept.like)
         if lasting:
@@ -92,7 +97,7 @@ class Stash:
         self.ledger.add("disk", "stash", size)
 
         def written(future: "Future[Any]") -> None:
-            with kept.lock:
+            with self._lock:
                 if not kept.dropped:
                     self._failure = self._failure or future.exception()
                 # The future goes too: it remembers its callbacks, and these the buffer.
@@ -114,10 +119,11 @@ class Stash:
             raise self._failure
         kept = self._kept[key]
         if kept.offset < 0:
-            kept.arrive()
+            if kept.arrive is not None:
+                kept.arrive()
             return done(kept.tensor)
         assert self.store is not None and self._file is not None
-        with kept.lock:
+        with self._lock:
             if kept.tensor is not None:  # not written yet; a copy, since the buffer is given away when it is
                 return done(_shape(kept.buffer.clone(), kept.like))  # type: ignore[union-attr]
             kept.readers += 1
@@ -125,7 +131,7 @@ class Stash:
         tensor = _shape(buffer, kept.like)
 
         def was_read(_: "Future[Any]") -> None:
-            with kept.lock:
+            with self._lock:
                 kept.readers -= 1
                 self._free_if_unused(kept)
 
@@ -152,7 +158,7 @@ class Stash:
             self._in_memory -= kept.nbytes
             self.ledger.add("host", "stash", -kept.nbytes)
             return
-        with kept.lock:
+        with self._lock:
             kept.dropped = True
             self._free_if_unused(kept)
         if kept.held:
@@ -195,14 +201,14 @@ class Stash:
 
     def release(self, held: list[_Kept]) -> None:
         for kept in held:
-            with kept.lock:
+            with self._lock:
                 kept.held = False
                 self._free_if_unused(kept)
 
     def adopt(self, described: list[list[Any]]) -> None:
         """What `describe_lasting` told of, in a process before this one."""
         for key, offset, nbytes, used, (dtype, shape, stride), checksum in described:
-            like = (DTYPES[dtype], tuple(shape), tuple(stride))
+            like = _share(DTYPES[dtype], tuple(shape), tuple(stride))
             kept = _Kept(None, nbytes, offset, None, like, used=used, checksum=int(checksum, 16), held=True)
             self._kept[tuple(key)] = kept
             self.ledger.add("disk", "stash", nbytes)
@@ -212,6 +218,12 @@ class Stash:
         if self._file is not None and self.store is not None:
             self.store.step_files.remove(self._file)
             self._file.close()
+
+
+@cache
+def _share(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[Any, ...]:
+    """One object for all that are alike."""
+    return dtype, shape, stride
 
 
 def _shape(buffer: Tensor, like: tuple[Any, ...]) -> Tensor:
