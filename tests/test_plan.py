@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 import packhorse as ph
 import toys
 from packhorse.case import Case
-from packhorse.estimate import Choices, _Walk, estimate
+from packhorse.estimate import Choices, estimate
+from packhorse.estimate.walk import Walk
 from packhorse.layout import make_layout
 from packhorse.models import GPT, GPTConfig
 from packhorse.models.zoo import predict_tokens
@@ -262,11 +263,11 @@ def test_nothing_stays_behind_a_walk(graph: ph.Graph, machine: ph.Machine) -> No
             plan = ph.make_plan(graph, machine, strategy=strategy, microbatches=4, on_disk=on_disk)  # type: ignore[arg-type]
             case = make_case(graph, plan)
             choices = Choices(4, 1.0, strategy == "resident", plan.kept, plan.stash_bytes)
-            walk = _Walk(case, machine, choices, {})
-            walk.run(plan.actions(4, case.weights))
-            walk._end_updates()
-            walk._release()
-            left = {kind: n for (_, kind), n in walk.live.items() if n and kind in MOVING}
+            walk = Walk(case, machine, choices, {})
+            assert not list(walk.walk(plan.actions(4, case.weights))), "it waits for nobody"
+            walk.updates.end()
+            walk.tally.release(walk.lanes.now)
+            left = {kind: n for (_, kind), n in walk.tally.live.items() if n and kind in MOVING}
             assert not left, f"{strategy}, on disk: {on_disk}"
 
 

@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from packhorse.checkpoint import Entry, write_checkpoint
-from packhorse.errors import BudgetError, PackhorseError, StoreError
+from packhorse.errors import BudgetError, PackhorseError
 from packhorse.graph import Size
 from packhorse.memory import Memory, PeakWatch
 from packhorse.optimizer import Stepper
@@ -26,22 +25,20 @@ from packhorse.plan import Strategy, find_fingerprint
 from packhorse.precision import Precision
 from packhorse.ranks.world import alone
 from packhorse.sil.apart import await_file, find_rank, is_mine, run_apart
+from packhorse.sil.home import Home
 from packhorse.sil.labels import Labels, Scheme, Site, find_scheme
 from packhorse.sil.parts import LABEL, ByLabel, Loss, Part, divide, find_logits, join, mean_cross_entropy
+from packhorse.sil.report import describe, show
 from packhorse.sil.rows import INDEX, Rows, RowsWriter
 from packhorse.sil.source import Columns, Imitated, Loaded, Source, Stored, check_classes, take_apart
 from packhorse.sil.standing import Progress, Standing
 from packhorse.state import find_config
-from packhorse.store.files import FileSystem, replace_small, seal, unseal
 from packhorse.trainer import Trainer
-from packhorse.units import format_bytes, format_seconds
 from packhorse.weights import SafetensorsFiles, read_model
 
 Mode = Literal["sequential", "parallel"]
 Batches = Iterable[tuple[Any, Tensor]]
 T = TypeVar("T")
-
-HEADER = "sil.json"
 
 
 class SegmentedTrainer:
@@ -116,9 +113,7 @@ class SegmentedTrainer:
         self.standings = [self._describe(i) for i in range(self.num_parts)]
         self._is_meta = any(p.is_meta for p in model.parameters())
         self._keeps = store is not None or self._is_meta or mode == "parallel"  # trained values, in files
-        self._temporary = None if store is not None else tempfile.TemporaryDirectory(prefix="packhorse-")
-        self._on_disk = store is not None
-        self._directory = Path(store if self._temporary is None else self._temporary.name)  # type: ignore[arg-type]
+        self._home = Home(store)
         self._open(resume)
 
     @property
@@ -151,22 +146,22 @@ class SegmentedTrainer:
             if self.standings[i].done:
                 continue
             if not is_mine(i):
-                await_file(self._place(i) / "done")
+                await_file(self._home.place(i) / "done")
                 self._look_again(i)
                 continue
             if i:
-                await_file(self._place(i - 1) / "rows" / INDEX)
+                await_file(self._home.place(i - 1) / "rows" / INDEX)
             with self._source(i, loader) as source:
                 if not (parallel and i == 0):
                     self._train(i, source, self.refine if parallel else counts[i])
                 self._hand_on(i, source)
             if find_rank() is not None:
-                (self._place(i) / "done").touch()
+                (self._home.place(i) / "done").touch()
 
     def recover(self, loader: Batches, epochs: int = 1) -> None:
         """Ordinary training of the joined model, end to end, by relay where the budget asks for it."""
         x, y = take_apart(self.example)
-        weights = self._directory / "joined"
+        weights = self._home.path / "joined"
         if self._is_meta:
             self.save(weights)
         loaded = Loaded(self.division, loader, self.num_classes)
@@ -177,7 +172,7 @@ class SegmentedTrainer:
             self.optimizer,
             join(x, y),
             ByLabel(self.loss),
-            self._directory / "recovery",
+            self._home.path / "recovery",
             scheduler=schedule,
             weights=weights if self._is_meta else None,
         ) as trainer:
@@ -187,14 +182,14 @@ class SegmentedTrainer:
                     steps = count and count * epochs
                     self._tell(Progress(self.num_parts, self.num_parts, epoch, epochs, trainer.steps, steps, value))
             if self._keeps:
-                trainer.save(self._directory / "recovered")
+                trainer.save(self._home.recovered)
             if trainer.plan.on_disk and not self._is_meta:
                 trainer.load_into(self.model)
 
     def evaluate(self, loader: Batches) -> float:
         """The accuracy of the joined model. `standings` then tell what each part's own output, read out, gets right."""
         right = count = 0
-        with tempfile.TemporaryDirectory(dir=self._directory, prefix="evaluation-") as scratch, ExitStack() as opened:
+        with tempfile.TemporaryDirectory(dir=self._home.path, prefix="evaluation-") as scratch, ExitStack() as opened:
             source: Source = Loaded(self.division, loader, self.num_classes)
             for i in range(self.num_parts):
                 rows = Path(scratch) / str(i)
@@ -234,48 +229,14 @@ class SegmentedTrainer:
 
     def describe(self) -> dict[str, Any]:
         """What each part is and took, beside the model in one piece."""
-        parts = [{"part": i, **asdict(s), "flops": s.flops} for i, s in enumerate(self.standings)]
-        rows = max(s.rows for s in self.standings)
-        return {
-            "mode": self.mode,
-            "parts": parts,
-            "planned_bytes": max(self.division.planned),
-            "planned_ratio": max(self.division.planned) / self.division.planned_whole,
-            "exchanged_bytes": sum(s.stored_bytes for s in self.standings),
-            "conventional": {
-                "planned_bytes": self.division.planned_whole,
-                "flops": sum(s.flops_per_row for s in self.standings) * rows,
-                "pipeline_bytes": sum(2 * s.crossing_bytes_per_row for s in self.standings) * rows,
-            },
-        }
+        return describe(self.division, self.standings, self.mode)
 
     def report(self) -> str:
         """The same for a person to read."""
-        described = self.describe()
-        lines = [f"{len(self.standings)} parts, {self.mode}, labels {self._scheme}"]
-        for i, s in enumerate(self.standings):
-            took = (
-                "" if not s.steps else f", {format_seconds(s.seconds)} for {s.steps} steps, {s.flops / 1e12:.3g} TFLOP"
-            )
-            grown = "" if s.grown_bytes is None else f" ({format_bytes(s.grown_bytes)} measured)"
-            handed = f", hands on {format_bytes(s.stored_bytes)}" if s.stored_bytes else ""
-            what = "of the model" if i == self.num_parts - 1 else "by read-out"
-            accuracy = "" if s.accuracy is None else f", accuracy {what} {s.accuracy:.2%}"
-            lines.append(
-                f"part {i}: {' '.join(s.modules[:1])} ... {s.num_parameters} parameters, {format_bytes(s.planned_bytes)} "
-                f"planned{grown}{took}{handed}{accuracy}"
-            )
-        whole = described["conventional"]
-        lines.append(
-            f"in one piece: {format_bytes(whole['planned_bytes'])} planned, {described['planned_ratio']:.2f} of that here; "
-            f"{whole['flops'] / 1e12:.3g} TFLOP; a pipeline with these cuts would exchange "
-            f"{format_bytes(whole['pipeline_bytes'])}, here {format_bytes(described['exchanged_bytes'])} were"
-        )
-        return "\n".join(lines)
+        return show(self.division, self.standings, self.mode, self._scheme)
 
     def close(self) -> None:
-        if self._temporary is not None:
-            self._temporary.cleanup()
+        self._home.close()
 
     def __enter__(self) -> "SegmentedTrainer":
         return self
@@ -296,7 +257,7 @@ class SegmentedTrainer:
             source = Imitated(loaded, crossing.learned, self.labels[i - 1], self._seed(i))
         self._train(i, source, counts[i])
         self.standings[i].trained = True
-        self.standings[i].save(self._place(i))
+        self.standings[i].save(self._home.place(i))
 
     def _train(self, i: int, source: Source, epochs: int) -> None:
         standing, watch, started = self.standings[i], PeakWatch(), time.perf_counter()
@@ -305,7 +266,7 @@ class SegmentedTrainer:
         count = source.count()
         schedule = self._schedule(optimizer, None if count is None else count * epochs)
         loss = None if part.is_last else _LabelLoss(self.labels[i])
-        store = self._place(i) / "store"
+        store = self._home.place(i) / "store"
         with self._make_trainer(part, optimizer, self._example(part), loss, store, scheduler=schedule) as trainer:
             standing.on_disk = trainer.plan.on_disk
             seen = 0
@@ -319,7 +280,7 @@ class SegmentedTrainer:
                     self._tell(Progress(i, self.num_parts, epoch, epochs, seen, count and count * epochs, value))
             standing.steps += seen
             if self._keeps:
-                trainer.save(self._place(i) / "model")
+                trainer.save(self._home.model(i))
             if standing.on_disk and not self._is_meta:
                 trainer.load_into(part)
         standing.seconds += time.perf_counter() - started
@@ -330,13 +291,13 @@ class SegmentedTrainer:
         """Runs all rows through a part that is trained, once, and keeps what later ones need."""
         standing = self.standings[i]
         if i < self.num_parts - 1:
-            with self._opened(i) as predict, RowsWriter(self._place(i) / "rows") as writer:
+            with self._opened(i) as predict, RowsWriter(self._home.place(i) / "rows") as writer:
                 for columns in source.in_order():
                     writer.append(self._carry(i, columns, predict(columns)))
             standing.stored_bytes = writer.nbytes
         standing.done = True
         if self._keeps:
-            standing.save(self._place(i))
+            standing.save(self._home.place(i))
 
     def _carry(self, i: int, columns: Columns, made: Tensor) -> Columns:
         known = {**columns, self.division.crossings[i].learned: made}
@@ -354,7 +315,7 @@ class SegmentedTrainer:
         if i == 0:
             yield Loaded(self.division, loader, self.num_classes, size)
             return
-        with Rows(self._place(i - 1) / "rows") as rows:
+        with Rows(self._home.place(i - 1) / "rows") as rows:
             yield Stored(rows, size or self._rows, self._seed(i), self.division.crossings[i - 1].learned, self.noise)
 
     @property
@@ -369,7 +330,7 @@ class SegmentedTrainer:
         """The part with its values: the model's own, or, of a model without any, those in files, or first ones."""
         part = Part(self.division, i)
         if self._is_meta:
-            files = self._place(i) / "model"
+            files = self._home.model(i)
             with torch.random.fork_rng([]):
                 torch.manual_seed(self._seed(i))
                 names = {*dict(part.named_parameters()), *dict(part.named_buffers())}
@@ -409,7 +370,7 @@ class SegmentedTrainer:
         """In RAM if it fits the budget, else on disk, where there is one."""
         make = partial(Trainer, model, optimizer, example, loss=loss, **self._options, **more)
         with alone():  # other ranks train other parts
-            if not self._on_disk:
+            if not self._home.lasts:
                 return make()
             if self._options["strategy"] == "relay" or store.exists():
                 return make(store=store, resume=True)
@@ -435,7 +396,9 @@ class SegmentedTrainer:
         if self.standings[i].on_disk and self._is_meta:
             optimizer = self._make_optimizer(i, part)
             loss = None if part.is_last else _LabelLoss(self.labels[i])
-            with self._make_trainer(part, optimizer, self._example(part), loss, self._place(i) / "store") as trainer:
+            with self._make_trainer(
+                part, optimizer, self._example(part), loss, self._home.place(i) / "store"
+            ) as trainer:
                 yield lambda columns: trainer.predict(_without_label(part.bind(columns)))
             return
         part.eval()
@@ -449,11 +412,7 @@ class SegmentedTrainer:
 
     # -- what is kept
 
-    def _place(self, i: int) -> Path:
-        return self._directory / f"part{i}"
-
     def _open(self, resume: bool) -> None:
-        """A directory that holds a run is continued if asked; it must be this run."""
         header = {
             "fingerprint": find_fingerprint(self.division.train.graph),
             "cuts": [cut.index for cut in self.division.train.cuts],
@@ -463,33 +422,14 @@ class SegmentedTrainer:
             "seed": self.seed,
             "noise": self.noise,
         }
-        path = self._directory / HEADER
-        if path.exists():
-            if not resume and find_rank() is None:
-                raise StoreError(
-                    f"{self._directory} holds a run; pass resume=True to continue it, or choose another directory"
-                )
-            found = unseal(path)
-            for key, value in header.items():
-                if found.get(key) != value:
-                    raise StoreError(
-                        f"{self._directory} holds a run with another {key}: {found.get(key)}, here {value}; choose another"
-                    )
+        if self._home.open(header, resume=resume):
             for i in range(self.num_parts):
                 self._look_again(i)
-        else:
-            try:
-                self._directory.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise StoreError(
-                    f"{self._directory} cannot be made: {error.strerror}; choose another directory"
-                ) from error
-            replace_small(FileSystem(), path, seal(header), sync=True)
 
     def _look_again(self, i: int) -> None:
         """What another process, or an earlier run, has made of a part."""
-        self.standings[i].load(self._place(i))
-        files = self._place(i) / "model"
+        self.standings[i].load(self._home.place(i))
+        files = self._home.model(i)
         if not self._is_meta and (self.standings[i].done or self.standings[i].trained) and files.exists():
             part, values = Part(self.division, i), _read(files)
             with torch.no_grad():
@@ -502,10 +442,10 @@ class SegmentedTrainer:
         if not self._is_meta:
             tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
             return {name: partial(Tensor.detach, tensor) for name, tensor in tensors}
-        if (self._directory / "recovered").exists():
-            places = [self._directory / "recovered"]
+        if self._home.recovered.exists():
+            places = [self._home.recovered]
         else:
-            places = [self._place(i) / "model" for i in range(self.num_parts) if (self._place(i) / "model").exists()]
+            places = [self._home.model(i) for i in range(self.num_parts) if self._home.model(i).exists()]
         return {name: tensor.load for place in places for name, tensor in SafetensorsFiles(place).items()}
 
     def _describe(self, i: int) -> Standing:
