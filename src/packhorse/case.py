@@ -25,7 +25,7 @@ from packhorse.rehearse import Likely, Rehearsed, reckon
 from packhorse.store import MASTER, Block
 from packhorse.store.places import make_places
 
-RUNTIME = 24 << 20  # records of the graph, threads, what kernels keep for themselves
+RUNTIME = 12 << 20  # records of the graph, threads, what kernels keep for themselves
 
 
 @dataclass(frozen=True)
