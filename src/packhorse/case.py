@@ -205,7 +205,7 @@ class Case:
         segment, kind = self.partition.segments[s], self._kinds[s]
         key = (kind, rows, resident, machine.name)
         if key not in self._prices:
-            priced = _price_by_rates(segment, rows, machine)
+            priced = self._price_by_rates(segment, rows, machine, resident)
             self._prices[key] = self.rehearsed.refine(kind, rows, resident, priced) if machine.is_here else priced
         return self._prices[key]
 
@@ -223,12 +223,23 @@ class Case:
         return [self._think_of(s, rows, machine, resident) for s in self.partition.segments]
 
     def _think_of(self, segment: Segment, rows: int, machine: Machine, resident: bool) -> Likely:
-        s, priced = segment.index, _price_by_rates(segment, rows, machine)
+        s, priced = segment.index, self._price_by_rates(segment, rows, machine, resident)
         footprint, (stashed, restored, _) = self.footprint(s, rows), self.crossing[s]
         crossing = sum(self.bytes_of(name, rows) for name in (*stashed, *restored))
         backward = footprint.backward if resident else footprint.rebuilt
         gradients = self.gradient_bytes(s, rebuilt=not resident)
         return Likely(self._kinds[s], segment, priced, footprint.graph, backward, gradients, crossing)
+
+    def _price_by_rates(self, segment: Segment, rows: int, machine: Machine, resident: bool) -> Price:
+        share, hollow = rows / segment.graph.batch.rows, segment.hollow
+        prices = [
+            price_node(segment.graph, node, machine, share, is_hollow=i in hollow)
+            for i, node in enumerate(segment.nodes, segment.start)
+        ]
+        whole = Price(*(sum(column) for column in zip(*prices, strict=True)))
+        summed, rate = self.gradient_bytes(segment.index, rebuilt=not resident), machine.rate("elementwise")
+        cast = sum(master_bytes(b) + b.working_nbytes for b in self.blocks[segment.index] if b.is_cast and b.users)
+        return whole._replace(first=cast / rate, adding=3 * summed / rate)
 
     def price_update(self, block: Block, machine: Machine) -> float:
         """Seconds of a core of the host."""
@@ -240,15 +251,6 @@ class Case:
         """What malloc keeps of what is freed, and kernels and threads for themselves: as a rehearsal showed, or a guess."""
         kept = self.rehearsed.kept_bytes(rows, resident)
         return RUNTIME + max(kept or 0, LEEWAY)
-
-
-def _price_by_rates(segment: Segment, rows: int, machine: Machine) -> Price:
-    share, hollow = rows / segment.graph.batch.rows, segment.hollow
-    prices = [
-        price_node(segment.graph, node, machine, share, is_hollow=i in hollow)
-        for i, node in enumerate(segment.nodes, segment.start)
-    ]
-    return Price(*(sum(column) for column in zip(*prices, strict=True)))
 
 
 def _find_kind(segment: Segment) -> Any:

@@ -42,12 +42,17 @@ _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp
 
 
 class Price(NamedTuple):
-    """Seconds: of a forward to be forgotten, of one that builds a graph, of one only for its graph, of a backward."""
+    """Seconds: of a forward to be forgotten, of one that builds a graph, of one only for its graph, of a backward.
+
+    And of what becomes of its gradients: the first of a step becomes a sum, others are added to it.
+    """
 
     forward: float
     building: float
     rebuilding: float
     backward: float
+    first: float = 0.0
+    adding: float = 0.0
 
 
 def _price_fresh(machine: Machine, *sizes: float) -> float:

@@ -88,7 +88,7 @@ class Rehearsed:
                 building, rebuilding = price.building, price.building * rated.rebuilding / rated.building
             else:
                 building, rebuilding = other.rebuilding * rated.building / rated.rebuilding, other.rebuilding
-            measured = Price(price.forward, building, rebuilding, other.backward)
+            measured = other._replace(forward=price.forward, building=building, rebuilding=rebuilding)
             self.found[entry.kind, rows, resident] = (measured, rated)
         if grown is not None and None not in prices:
             self.kept[key] = max(grown - _add_up(chosen, resident), 0)
@@ -220,8 +220,9 @@ class _Play:
         with self._timed("backward"):
             found = self.segment.differentiate(self.parameters, leaves, outputs, seeds)
             del leaves, outputs
-        for name in found.keys() & self.parameters.keys():
-            self._add_up(name, found.pop(name))
+        with self._timed("adding" if self.sums else "first"):
+            for name in found.keys() & self.parameters.keys():
+                self._add_up(name, found.pop(name))
 
     def _add_up(self, name: str, gradient: Tensor) -> None:
         """As a step does, in the precision of masters."""
@@ -251,9 +252,9 @@ class _Play:
 
     def price(self) -> Price:
         """Means. What never ran takes as long as what is most like it."""
-        forward, building, rebuilding, backward = (self.seconds[what] for what in Price._fields)
-        found = (forward or building, building or rebuilding, rebuilding or building, backward)
-        return Price(*(statistics.fmean(times) for times in found))
+        forward, building, rebuilding, *others = (self.seconds[what] for what in Price._fields)
+        found = (forward or building, building or rebuilding, rebuilding or building, *others)
+        return Price(*(statistics.fmean(times) if times else 0.0 for times in found))
 
 
 def run(segments: Sequence[Segment], rows: int, resident: bool, device: torch.device) -> Outcome:

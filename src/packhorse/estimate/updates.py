@@ -26,8 +26,8 @@ class Updates:
         self._under_way: list[float] = []  # when those are written
         self._free = 0.0  # when the thread is
         self._parked: dict[str, int] = {}  # block -> bytes of its gradient that wait
-        # When the last ones are done, and bytes of their gradients.
-        self._lagging: deque[tuple[float, int]] = deque(maxlen=ahead if case.ranks.size == 1 else 1)
+        # When the last ones could begin, and are done, and bytes of their gradients.
+        self._lagging: deque[tuple[float, float, int]] = deque(maxlen=ahead if case.ranks.size == 1 else 1)
 
     def when(self, block: Block) -> float:
         """When a block can be read as its last update leaves it, which is begun if it waits."""
@@ -66,8 +66,9 @@ class Updates:
         self.lanes.debt = 0.0
 
     def lagging_bytes(self) -> int:
-        """Gradients of the last ones, as many as may wait, if they should be gone by now: crowded, they still wait."""
-        return sum(n for done, n in self._lagging if done <= self.lanes.now) if self.case.on_disk else 0
+        """Gradients that should be gone by now, but are not if updates take twice as long, as they do where it is crowded."""
+        now = self.lanes.now
+        return sum(n for start, done, n in self._lagging if done <= now < 2 * done - start) if self.case.on_disk else 0
 
     def catch_up(self) -> None:
         """Compute goes forward again: nothing lags behind."""
@@ -76,8 +77,8 @@ class Updates:
     def _step(self) -> None:
         """The thread takes its next job."""
         lanes, tally = self.lanes, self.tally
-        _, _, name, block, own, start = heapq.heappop(self._jobs)
-        start = max(start, self._free)
+        _, _, name, block, own, given = heapq.heappop(self._jobs)
+        start = max(given, self._free)
         seconds = self.case.price_update(block, lanes.machine)
         waiting = block.nbytes(GRADIENT) if GRADIENT in block.kinds else 0
         read, is_next = start, block.users[:1] == (0,)  # the first segment's, which the next step begins with
@@ -95,7 +96,7 @@ class Updates:
         tally.later(
             done, "host", "gradients", own + self._parked.pop(name, 0)
         )  # crowded, steps end hardly before writes
-        self._lagging.append((done, own))
+        self._lagging.append((given, done, own))
         if self.case.on_disk:
             pieces = block.all_nbytes
             if not block.whole:

@@ -185,9 +185,9 @@ class Walk:
         case, times = self.case, self.choices.times
         rebuilt = not self._keeps(s)
         summed, lagging = case.gradient_bytes(s, rebuilt=rebuilt), self.updates.lagging_bytes()
-        adding = 3 * summed / self.machine.rate("elementwise")
-        adds = times if s in self.sums else times - 1  # the first gradient becomes the sum
-        self._compute(s, k, share * self._price(s).backward + adding * adds / times)
+        price = self._price(s)
+        summing = price.adding if s in self.sums else (price.first + (times - 1) * price.adding) / times
+        self._compute(s, k, share * price.backward + summing)
         footprint = case.footprint(s, self.choices.rows)
         backward = footprint.rebuilt if rebuilt else footprint.backward
         self.tally.add(self.device, "graphs", -self._graph_bytes(s))
