@@ -14,6 +14,8 @@ from packhorse.store import GRADIENT, Block
 from packhorse.store.blocks import UNIT
 from packhorse.store.disk import THREADS
 
+CROWDED = 1.5  # times as long as if nothing else used the disk and the cores
+
 
 class Updates:
     """As many may wait, or be under way, as `ahead` says."""
@@ -66,9 +68,11 @@ class Updates:
         self.lanes.debt = 0.0
 
     def lagging_bytes(self) -> int:
-        """Gradients that should be gone by now, but are not if updates take twice as long, as they do where it is crowded."""
+        """Gradients that should be gone by now, but are not if updates take longer, as they do where it is crowded."""
+        if not self.case.on_disk:
+            return 0
         now = self.lanes.now
-        return sum(n for start, done, n in self._lagging if done <= now < 2 * done - start) if self.case.on_disk else 0
+        return sum(n for start, done, n in self._lagging if done <= now < start + CROWDED * (done - start))
 
     def catch_up(self) -> None:
         """Compute goes forward again: nothing lags behind."""
