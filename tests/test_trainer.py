@@ -296,6 +296,21 @@ def test_memory_tells_live_bytes(tmp_path: Path) -> None:
     trainer.close()
 
 
+def test_updates_that_are_done_are_forgotten(tmp_path: Path) -> None:
+    trainer = make_trainer(store=tmp_path)
+    executor = trainer._executor
+    submit = executor.submit
+
+    def count(*args: Any, **options: Any) -> None:
+        submit(*args, **options)
+        assert len(executor.pending) <= executor.updates_ahead + 1, "those under way, and the commit"
+
+    executor.submit = count  # type: ignore[method-assign]
+    for _ in range(2):
+        trainer.step(make_batch())
+    trainer.close()
+
+
 # -- what can be wrong
 
 

@@ -5,7 +5,7 @@ all twins. `estimate` walks lists of actions with it, `search` compares them.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -272,7 +272,7 @@ def summed_bytes(block: Block) -> int:
     return sum(slot.numel for slot in block.slots) * block.kinds[MASTER].itemsize
 
 
-def count_uses(segments: Mapping[int, int], crossing: list[tuple[tuple[str, ...], ...]]) -> dict[str, int]:
+def count_uses(segments: Mapping[int, int], crossing: Sequence[tuple[tuple[str, ...], ...]]) -> dict[str, int]:
     """How often each value is read, given how often each segment runs forward."""
     uses: dict[str, int] = defaultdict(int)
     for s, times in segments.items():

@@ -262,9 +262,9 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 
 
 def share_heap() -> None:
-    """Threads from now on take memory from the heap of all: what lies idle at the end of one of their own is never given back.
+    """Threads from now on take memory from the heap of all.
 
-    Not even by `malloc_trim`: tens of megabytes where threads step optimizers.
+    Of their own ones tens of megabytes stayed resident where threads step optimizers, free as they were, and trimmed.
     """
     set_option = _find_in_libc("mallopt")
     if set_option is not None:

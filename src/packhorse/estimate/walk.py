@@ -68,8 +68,8 @@ class Walk:
     def walk(self, actions: Sequence[Action]) -> Generator[Hashable, None, None]:
         """Yields what it waits for where that has not been sent yet."""
         self._begin()
-        forwards = Counter(s for kind, s, k in actions if kind in ("F", "R") and k == 0)
-        self.uses = count_uses(forwards, self.case.crossing)  # type: ignore[arg-type]  # each has a segment
+        forwards = Counter(s for kind, s, k in actions if s is not None and kind in ("F", "R") and k == 0)
+        self.uses = count_uses(forwards, self.case.crossing)
         handlers = {kind: getattr(self, f"_{kind.lower()}") for kind in {action.kind for action in actions}}
         self.recomputed = {s for kind, s, _ in actions if kind == "R"}
         self.split = {s for kind, s, _ in actions if kind == "W"}

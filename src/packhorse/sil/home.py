@@ -21,8 +21,11 @@ class Home:
 
     def __init__(self, directory: str | Path | None):
         self.lasts = directory is not None
-        self._temporary = None if directory is not None else tempfile.TemporaryDirectory(prefix="packhorse-")
-        self.path = Path(self._temporary.name if directory is None else directory)  # type: ignore[union-attr]  # one of both
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        if directory is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="packhorse-")
+            directory = self._temporary.name
+        self.path = Path(directory)
 
     def place(self, i: int) -> Path:
         """Of a part."""
