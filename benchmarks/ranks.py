@@ -7,7 +7,7 @@
     python benchmarks/ranks.py shards     # bytes of state of each of four ranks
     python benchmarks/ranks.py kills      # 20 kills of random ranks at random moments
 
-Ranks run in network namespaces of their own (shaped.py; as root). All contenders live in the same processes and take turns.
+Ranks run in network namespaces of their own (shaped.py; as root). Contenders have processes of their own and take turns.
 Every trainer also tells how long it had planned a step to take.
 """
 
@@ -20,22 +20,29 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from results_file import load, save
+from shaped import Place, shaped
 
 SHARES = (0.1, 0.2, 0.3, 0.5)
 FREE = 10_000  # Mbit/s: no limit
-TIMED = 1.5  # seconds of steps that are timed together
+TIMED = 3.0  # seconds of steps that are timed together
+PORT = 29517  # of the first contender
+MARK = "told: "  # before what a rank tells
 Job = dict[str, Any]
 
 # -- tasks: small enough for one core
 
 
 def make_images(name: str) -> tuple[Callable[[], Any], Any, Any]:
-    """(a model, a batch of both ranks, a loss): with gradients of megabytes."""
+    """(a model, a batch of both ranks, a loss): half a second or more a step, so that links above 1 Gbit/s are not asked for.
+
+    There copying between sockets is work for the cores that compute.
+    """
     import torch
 
     from packhorse import models
@@ -46,7 +53,7 @@ def make_images(name: str) -> tuple[Callable[[], Any], Any, Any]:
         "vgg16": lambda: models.VGG16(100, width=0.25),
         "resnet50": lambda: models.ResNet50(100, width=0.5),
     }[name]
-    size, rows = {"alexnet": (224, 32), "vgg16": (64, 32), "resnet50": (96, 16)}[name]
+    size, rows = {"alexnet": (224, 128), "vgg16": (128, 32), "resnet50": (160, 32)}[name]
     torch.manual_seed(1)
     return make, (torch.randn(rows, 3, size, size), torch.randint(100, (rows,))), classify
 
@@ -127,7 +134,11 @@ class Ours:
     @property
     def facts(self) -> dict[str, Any]:
         plan = self.trainer.plan
+        seconds: Counter[str] = Counter()
+        for record in self.trainer.records:
+            seconds[record.action.kind] += record.end - record.start
         return {
+            "last step": {kind: round(taken, 4) for kind, taken in seconds.most_common(6)},
             "planned_seconds": round(plan.estimate.seconds, 4),
             "sent": plan.estimate.moved.get("network", 0),
             "order": plan.ranks.order,
@@ -188,8 +199,8 @@ def make_contender(job: Job, options: dict[str, Any], task: Any) -> Callable[[],
     return make_torch_pipeline(job, *task) if kind == "torch" else make_alone(options, *task)
 
 
-def work(job: Job, output: Path) -> None:
-    """Contenders in turns; what was measured goes to a file."""
+def work(job: Job) -> None:
+    """One rank of one contender: takes as many steps as it is told, and tells the seconds of each; then its facts."""
     import torch
 
     torch.set_num_threads(1)
@@ -198,58 +209,86 @@ def work(job: Job, output: Path) -> None:
     from packhorse.ranks.world import find_world
 
     find_world()
-    task = make_task(job)
-    steps = {name: make_contender(job, options, task) for name, options in job["contenders"].items()}
-    counts: dict[str, int] = {}
-    for name, step in steps.items():
-        step()
+    step = make_contender(job, job["contender"], make_task(job))
+    tell("ready")
+    for line in sys.stdin:
+        step()  # from a standstill, which is not timed
         dist.barrier()
         started = time.perf_counter()
-        step()
-        seconds = [0.0]
-        if dist.get_rank() == 0:
-            seconds = [time.perf_counter() - started]
-        dist.broadcast_object_list(seconds)
-        counts[name] = max(2, round(TIMED / seconds[0]))
-    timed: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(job["repeats"]):
-        for name, step in steps.items():
-            step()  # what the one before left under way is not this one's
-            dist.barrier()
-            started = time.perf_counter()
-            for _ in range(counts[name]):
-                step()
-            dist.barrier()
-            timed[name].append(round((time.perf_counter() - started) / counts[name], 5))
-    facts = {name: step.facts for name, step in steps.items() if isinstance(step, Ours)}
-    output.write_text(json.dumps({"seconds": timed, "facts": facts}))
+        for _ in range(int(line)):
+            step()
+        dist.barrier()
+        tell((time.perf_counter() - started) / int(line))
+    tell(step.facts if isinstance(step, Ours) else {})
     os._exit(0)
+
+
+def tell(value: Any) -> None:
+    print(MARK + json.dumps(value), flush=True)
 
 
 # -- all of them
 
 
-def run(job: Job, mbit: float, size: int = 2) -> dict[str, Any]:
-    """Each rank has half of the two cores, or a part of one. The most that a rank sends is what counts."""
-    from shaped import shaped
+class Contender:
+    """The ranks of one contender, processes of their own: what others allocate is not theirs."""
 
-    with tempfile.TemporaryDirectory() as directory, shaped(size, mbit) as places:
-        children = []
-        for rank, place in enumerate(places):
-            output = Path(directory) / str(rank)
-            command = [sys.executable, __file__, "work", "--job", json.dumps(job), "--output", str(output)]
-            environment = place.environment(rank, size, places[0].address)
-            command = ["taskset", "-c", str(rank % 2), *place.command(command)]
-            children.append(subprocess.Popen(command, env=environment))
-        for child in children:
-            if child.wait() != 0:
+    def __init__(self, job: Job, options: dict[str, Any], places: list[Place], port: int):
+        command = [sys.executable, __file__, "work", "--job", json.dumps({**job, "contender": options})]
+        self.children = []
+        for rank, place in enumerate(places):  # each has one of the two cores, or a part of one
+            environment = place.environment(rank, len(places), places[0].address, port)
+            pinned = ["taskset", "-c", str(rank % 2), *place.command(command)]
+            pipe = subprocess.PIPE
+            self.children.append(subprocess.Popen(pinned, env=environment, stdin=pipe, stdout=pipe, text=True))
+        self.hear()
+        self.steps = max(2, round(TIMED / self.time(1)))
+        self.seconds: list[float] = []
+
+    def hear(self) -> list[Any]:
+        """What every rank tells next."""
+        found = []
+        for child in self.children:
+            assert child.stdout is not None
+            line = next((line for line in child.stdout if line.startswith(MARK)), None)
+            if line is None:
                 raise SystemExit("a rank failed")
-        told = [json.loads((Path(directory) / str(rank)).read_text()) for rank in range(size)]
-    medians = {name: statistics.median(seconds) for name, seconds in told[0]["seconds"].items()}
-    facts = told[0]["facts"]
-    for name, found in facts.items():
-        found["sent"] = max(other["facts"][name]["sent"] for other in told)
-    return {"mbit": round(mbit, 1), "median seconds": medians, "facts": facts, "seconds": told[0]["seconds"]}
+            found.append(json.loads(line.removeprefix(MARK)))
+        return found
+
+    def time(self, steps: int) -> float:
+        for child in self.children:
+            assert child.stdin is not None
+            child.stdin.write(f"{steps}\n")
+            child.stdin.flush()
+        return float(max(self.hear()))
+
+    def end(self) -> list[dict[str, Any]]:
+        for child in self.children:
+            assert child.stdin is not None
+            child.stdin.close()
+        facts = self.hear()
+        for child in self.children:
+            child.wait()
+        return facts
+
+
+def run(job: Job, mbit: float, size: int = 2) -> dict[str, Any]:
+    """All contenders, in turns. The most that a rank sends is what counts."""
+    job = dict(job)
+    wanted = job.pop("contenders")
+    with shaped(size, mbit) as places:
+        contenders = {name: Contender(job, wanted[name], places, PORT + i) for i, name in enumerate(wanted)}
+        for _ in range(job["repeats"]):
+            for contender in contenders.values():
+                contender.seconds.append(round(contender.time(contender.steps), 5))
+        told = {name: contender.end() for name, contender in contenders.items()}
+    return {
+        "mbit": round(mbit, 1),
+        "median seconds": {name: statistics.median(c.seconds) for name, c in contenders.items()},
+        "facts": {name: {**f[0], "sent": max(o["sent"] for o in f)} for name, f in told.items() if f[0]},
+        "seconds": {name: c.seconds for name, c in contenders.items()},
+    }
 
 
 def rate(nbytes: int, compute: float, share: float) -> float:
@@ -480,10 +519,9 @@ def main() -> None:
     parser.add_argument("--further", action="store_true", help="what the result file does not have yet")
     parser.add_argument("--name", help="of the result file")
     parser.add_argument("--job", help=argparse.SUPPRESS)
-    parser.add_argument("--output", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.question == "work":
-        work(json.loads(options.job), Path(options.output))
+        work(json.loads(options.job))
     options.name = options.name or f"ranks_{options.question}"
     results = load(options.name) if options.further else {}
     QUESTIONS[options.question](options, results)

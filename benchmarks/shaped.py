@@ -26,7 +26,7 @@ class Place:
     def command(self, arguments: list[str]) -> list[str]:
         return ["ip", "netns", "exec", self.name, *arguments]
 
-    def environment(self, rank: int, size: int, master: str) -> dict[str, str]:
+    def environment(self, rank: int, size: int, master: str, port: int) -> dict[str, str]:
         """What torchrun would tell a rank there."""
         return {
             **os.environ,
@@ -34,9 +34,10 @@ class Place:
             "LOCAL_RANK": "0",
             "WORLD_SIZE": str(size),
             "MASTER_ADDR": master,
-            "MASTER_PORT": "29517",
+            "MASTER_PORT": str(port),
             "GLOO_SOCKET_IFNAME": self.interface,
             "OMP_NUM_THREADS": "1",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",  # namespaces have no names to look up
         }
 
 

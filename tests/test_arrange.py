@@ -39,7 +39,7 @@ def plan(graph: ph.Graph, ranks: int | ph.Ranks, network: str = "1Gbit", **optio
 
 def test_sums_of_the_first_segment_pass_those_that_wait() -> None:
     actions = parse("2B0 2UPDATE 1B0 1UPDATE 0B0 0UPDATE COMMIT")
-    lowered = lowering.reduce(actions, pieces=[1, 1, 6], pace=[1.0, 1.0, 1.0])
+    lowered = lowering.reduce(actions, pieces=[[1.0], [1.0], [1.0] * 6], pace=[1.0, 1.0, 1.0])
     assert show(lowered) == (
         "2B0 2REDUCE 2SUM0 2SUM1 2UPDATE 2SUM2 1B0 1REDUCE 1UPDATE 1SUM0 0B0 0REDUCE 0UPDATE "
         "0SUM0 2SUM3 2SUM4 2SUM5 COMMIT"
@@ -48,11 +48,11 @@ def test_sums_of_the_first_segment_pass_those_that_wait() -> None:
 
 def test_every_piece_is_summed_once_and_before_the_end() -> None:
     actions = parse("3B0 3B1 3UPDATE 2B0 2B1 2UPDATE 1B0 1B1 1UPDATE 0B0 0B1 0UPDATE COMMIT")
-    pieces = [3, 1, 5, 2]
+    pieces = [[1.0, 1.0, 0.2], [0.01], [1.0] * 5, [1.0, 0.9]]
     for pace in ((), [0.0] * 4, [0.3] * 4, [5.0] * 4):
         lowered = lowering.reduce(actions, pieces, pace)
         sums = [a for a in lowered if a.kind == "SUM"]
-        assert sorted(sums) == [Action("SUM", s, i) for s, count in enumerate(pieces) for i in range(count)]
+        assert sorted(sums) == [Action("SUM", s, i) for s, sizes in enumerate(pieces) for i in range(len(sizes))]
         assert [a for a in lowered if a.kind not in ("SUM", "REDUCE")] == actions
         for s in range(4):
             assert lowered.index(Action("REDUCE", s)) < lowered.index(Action("SUM", s, 0))

@@ -16,7 +16,7 @@ from packhorse.ranks.links import Links
 from packhorse.ranks.parcel import Parcel
 from packhorse.ranks.shards import make_shard
 from packhorse.ranks.stages import assign, cut_into_stages
-from packhorse.ranks.statistics import find_momenta, join
+from packhorse.ranks.statistics import add_up, find_momenta
 from packhorse.schedule import Action, show
 from packhorse.store.blocks import MASTER, Block, make_block
 
@@ -269,10 +269,11 @@ def test_statistics_join_as_if_all_had_passed_in_order(counts: list[int], moment
         return value
 
     expected = advance(before, [statistic for found in seen for statistic in found])
-    joined = join(before, [advance(before, found) for found in seen], counts, momentum)
+    found = [advance(torch.zeros(3, dtype=torch.float64), statistics) for statistics in seen]
+    joined = add_up(before, found, counts, torch.tensor(1 - momentum, dtype=torch.float64))
     torch.testing.assert_close(joined, expected, rtol=1e-12, atol=1e-12)
     numbers = torch.tensor(7)
-    assert join(numbers, [numbers + n for n in counts], counts, None) == 7 + sum(counts)
+    assert add_up(numbers, [torch.tensor(n) for n in counts], counts, torch.tensor(1)) == 7 + sum(counts)
 
 
 def test_statistics_that_cannot_be_joined_are_refused() -> None:

@@ -26,7 +26,7 @@ def resident(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_idle_memory_goes_back_where_there_is_no_room_for_what_comes_next(
     resident: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heap, trims = Heap(Ledger(), plenty=False, ceiling=300 * MB), []
+    heap, trims = Heap(Ledger(), keeps=False, ceiling=300 * MB), []
     monkeypatch.setattr(heap, "_trim", lambda _: trims.append(resident[0]))
     resident[0] = 200 * MB
     heap.tidy(needed=100 * MB)
@@ -41,7 +41,7 @@ def test_idle_memory_goes_back_where_there_is_no_room_for_what_comes_next(
 def test_little_that_lies_idle_and_what_will_be_used_again_stays(
     resident: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heap, trims = Heap(Ledger(), plenty=False, ceiling=0), []
+    heap, trims = Heap(Ledger(), keeps=False, ceiling=0), []
     monkeypatch.setattr(heap, "_trim", lambda _: trims.append(resident[0]))
     resident[0] += memory.WORTHWHILE
     heap.tidy(needed=MB)
@@ -55,7 +55,7 @@ def test_little_that_lies_idle_and_what_will_be_used_again_stays(
 def test_what_comes_next_needs_no_new_room_for_what_it_uses_again(
     resident: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heap, trims = Heap(Ledger(), plenty=False, ceiling=200 * MB), []
+    heap, trims = Heap(Ledger(), keeps=False, ceiling=200 * MB), []
     monkeypatch.setattr(heap, "_trim", lambda _: trims.append(resident[0]))
     resident[0] += 90 * MB
     heap.tidy(50 * MB, needed=60 * MB)
@@ -82,10 +82,10 @@ def test_buffers_wait_while_there_is_room(room: bool) -> None:
 @pytest.mark.parametrize("room", [True, False])
 def test_buffers_of_another_kind_of_segment_make_room(room: bool, resident: list[int]) -> None:
     def segment(code: str) -> Any:
-        return SimpleNamespace(code=code, parameter_nbytes=0, nodes=())
+        return SimpleNamespace(code=code, parameter_nbytes=0, made_nbytes=0)
 
     pool = Pool(Ledger())
-    heap = Heap(Ledger(), plenty=False, ceiling=200 * MB)
+    heap = Heap(Ledger(), keeps=False, ceiling=200 * MB)
     running = Running(heap, lambda *_: 50 * MB if room else 150 * MB, pool)
     layer, twin, head = segment(code := "layer"), segment(code), segment("head")
     running.turn_to(layer, 1.0, True)

@@ -83,7 +83,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 def test_a_plan_here_takes_the_times_of_the_rehearsal(graph: ph.Graph, asked: list[tuple[int, int]]) -> None:
     plan = ph.make_plan(graph, strategy="resident", microbatches=2)
     assert asked == [(4, 2)]  # embedding, two blocks, head
-    assert plan.estimate.kinds["host"]["kept by malloc and kernels"] > 900 << 20
+    assert plan.estimate.kinds["host"]["kept by malloc and kernels"] > 700 << 20  # of 1 GiB that it grew
     assert plan.estimate.busy["compute"] == pytest.approx(plan.num_segments * 2 * 2, rel=0.01)
     assert any("were run on this machine" in reason for reason in plan.reasons)
 
@@ -111,7 +111,7 @@ def test_sums_are_as_precise_as_masters() -> None:
     model, example = nn.Sequential(nn.Linear(8, 8)), (torch.randn(4, 8), torch.randn(4, 8))
     graph = ph.capture(model, example, lambda output, batch: (output - batch[1]).square().mean(), precision="bf16")
     pool = Pool(Ledger())
-    running = Running(Heap(Ledger(), plenty=False), lambda *_: None)
+    running = Running(Heap(Ledger(), keeps=False), lambda *_: None)
     (segment,) = partition(graph, 1).segments
     play = rehearse._Play(segment, 4, CPU, running, pool, None)
     play.forward("rebuilding")

@@ -5,12 +5,12 @@ all twins. `estimate` walks lists of actions with it, `search` compares them.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from packhorse.gradient import FEW
+from packhorse.gradient import FEW, find_runs
 from packhorse.graph import Size
 from packhorse.layout import Layout
 from packhorse.machine import Machine
@@ -48,6 +48,11 @@ class Case:
     links: Links | None = None  # to other ranks
     at: "Callable[[int], Case] | None" = None  # the same for another place in the pipeline
     rehearsed: Rehearsed = field(default_factory=Rehearsed)
+
+    @property
+    def last(self) -> int:
+        """The last segment that runs here."""
+        return len(self.partition.segments) - 1 if self.links is None else max(self.links.local)
 
     # -- parameters
 
@@ -111,13 +116,21 @@ class Case:
             found.append(spared)
         return found
 
-    def count_pieces(self, nbytes: int) -> tuple[int, ...]:
-        """Into how many pieces of so many bytes the gradients of each segment can be cut, at most; 0: each block is one."""
+    def find_pieces(self, nbytes: int) -> tuple[tuple[float, ...], ...]:
+        """Into what pieces of so many bytes the gradients of each segment can be cut, at most, as parts of a whole one.
 
-        def count(block: Block) -> int:
-            return -(-summed_bytes(block) // nbytes) if nbytes else 1
+        0: what is sent in one go is one piece.
+        """
 
-        return tuple(sum(count(b) for b in self.summed_at(s)) for s in range(len(self.blocks)))
+        def cut(block: Block) -> Iterator[float]:
+            if self.layout.shards or not nbytes:
+                yield from [1.0] * (1 if self.layout.shards else len(find_runs(block)))
+                return
+            for run in find_runs(block):
+                whole, rest = divmod(sum(slot.numel for slot in run) * block.kinds[MASTER].itemsize, nbytes)
+                yield from [1.0] * whole + [round(rest / nbytes, 3)] * (rest > 0)
+
+        return tuple(tuple(p for b in self.summed_at(s) for p in cut(b)) for s in range(len(self.blocks)))
 
     def summed_at(self, s: int) -> list[Block]:
         """The blocks whose gradients are summed over replicas when those of a segment are complete.

@@ -4,7 +4,7 @@ In: an executor, the world, this rank's links. Out: handlers by kind of action, 
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from packhorse.errors import NumericsError
 from packhorse.execute import Executor
 from packhorse.gradient import Gradient
 from packhorse.memory import Pool
@@ -19,7 +20,7 @@ from packhorse.program import Task
 from packhorse.ranks.links import Links, Tie
 from packhorse.ranks.post import Post
 from packhorse.ranks.shards import Gathering, take_own
-from packhorse.ranks.statistics import find_momenta, join
+from packhorse.ranks.statistics import add_up, find_momenta
 from packhorse.ranks.traffic import Traffic
 from packhorse.ranks.world import Work, World
 from packhorse.schedule import Action
@@ -37,9 +38,9 @@ class Exchange:
         self._waiting = Lane("packhorse-post", 1)  # for what no future tells of: it comes in the order of the lists
         self._summing = Lane("packhorse-sums", 1)  # in order, as they are made
         self._pieces: dict[int, deque[Callable[[], None]]] = {}  # segment -> what begins the next piece of its sums
-        self._losses: Work | None = None
+        self.losses: Future[None] | None = None
         self._commits: Work | None = None
-        self.momenta = find_momenta(links.partition.graph) if world.ranks.data > 1 else {}
+        self._momenta = find_momenta(links.partition.graph) if world.ranks.data > 1 else {}
         self.handlers: dict[str, Any] = {
             "RECV": partial(self._receive, False),
             "SEND": self._send,
@@ -114,12 +115,15 @@ class Exchange:
             for loss in results.values():
                 total = total + loss.float().cpu() * microbatch.share
         task.loss = total
-        self._losses = self.world.sum_over_all(task.loss, "telling all ranks the loss")
+        work = self.world.sum_over_all(task.loss, "telling all ranks the loss")
+        self.losses = self._waiting.submit(partial(self._hear_losses, task, work))
 
-    def await_losses(self) -> None:
-        if self._losses is not None:
-            self._losses.wait()
-            self._losses = None
+    def _hear_losses(self, task: Task, work: Work) -> None:
+        work.wait()
+        if task.training and not torch.isfinite(task.loss):  # type: ignore[arg-type]  # it is there
+            raise NumericsError(
+                f"step {task.step}: a loss on another rank is not finite, which tells of it; nothing was updated"
+            )
 
     # -- gradients over replicas
 
@@ -139,9 +143,8 @@ class Exchange:
             if block.name in layout.shards:
                 pieces.append(partial(self._sum_part, task, s, block.name))
             else:
-                flat = gradient.join()
-                size = task.program.piece_bytes // flat.element_size() or flat.numel()
-                parts = flat.split(size)
+                size = task.program.piece_bytes // block.kinds[MASTER].itemsize
+                parts = [part for flat in gradient.join() for part in flat.split(size or flat.numel())]
                 gradient.summing = summing = Sums(len(parts))
                 if self.executor.device.name == "cpu":  # elsewhere streams wait
                     gradient.summed = summing.done
@@ -181,21 +184,30 @@ class Exchange:
         norms = found[0].sqrt() if in_parts else found[0]
         task.norms = {name: norms[i] for i, name in enumerate(names) if found[1, i]}
 
-    def join_statistics(self, task: Task, before: Mapping[str, Tensor]) -> None:
+    def begin_statistics(self, task: Task) -> None:
+        """From nothing: what this rank adds is then independent of what others did before."""
+        task.buffers.update({n: torch.zeros_like(b) for n, b in task.buffers.items() if n in self._momenta})
+
+    def join_statistics(self, task: Task) -> "Future[None] | None":
         """Running statistics as if all microbatches of all replicas had passed here, in order."""
-        names = [name for name in task.buffers if name in self.momenta]
-        if not names:
-            return
-        ends = torch.tensor([task.buffers[name].numel() for name in names]).cumsum(0).tolist()
-        own = torch.cat([*(task.buffers[name].flatten().double().cpu() for name in names), torch.zeros(1).double()])
-        own[-1] = len(task.microbatches)
-        found = self.world.gather(own)
-        counts = [int(other[-1]) for other in found]
-        for name, end in zip(names, ends, strict=True):
-            start = end - before[name].numel()
-            others = [other[start:end].view(before[name].shape) for other in found]
-            joined = join(before[name].double().cpu(), others, counts, self.momenta[name])
-            task.buffers[name] = joined.to(task.buffers[name])
+        own = {name: task.buffers.pop(name) for name in self._momenta if name in task.buffers}
+        if not own:
+            return None
+        count = torch.tensor([len(task.microbatches)], dtype=torch.double)
+        work, found = self.world.gather(torch.cat([*(b.flatten().double().cpu() for b in own.values()), count]))
+
+        def join() -> None:
+            work.wait()
+            sizes = [buffer.numel() for buffer in own.values()]
+            kept = torch.tensor([1.0 - self._momenta[name] for name in own], dtype=torch.double)
+            buffers = self.executor.state.buffers
+            before = torch.cat([buffers[name].flatten().double() for name in own])
+            counts = [int(other[-1]) for other in found]
+            joined = add_up(before, [o[:-1] for o in found], counts, kept.repeat_interleave(torch.tensor(sizes)))
+            for name, part in zip(own, joined.split(sizes), strict=True):
+                buffers[name] = part.view(buffers[name].shape).to(buffers[name])
+
+        return self._waiting.submit(join)
 
     # -- parameters that several ranks use
 
@@ -218,7 +230,8 @@ class Exchange:
         updater = self.executor.updater
         updater.park(gradient, None, check=check)
         total = updater.parked.pop(gradient.block.name)
-        self.post.send_flat(total.join().clone(), tie.place, 2 * tie.number, backward=True)
+        (flat,) = total.join()  # what is shared has a block of its own
+        self.post.send_flat(flat.clone(), tie.place, 2 * tie.number, backward=True)
         total.let_go()
 
     def _take(self, task: Task, action: Action) -> None:

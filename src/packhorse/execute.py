@@ -45,13 +45,20 @@ class Others(Protocol):
     @property
     def gathering(self) -> Gathering | None: ...
 
-    def await_losses(self) -> None:
-        """Until the loss of the task is that of all ranks."""
+    @property
+    def losses(self) -> "Future[None] | None":
+        """Done when the loss of the task is that of all ranks, and finite; else it fails."""
         ...
 
     def join_norms(self, task: Task) -> None: ...
 
-    def join_statistics(self, task: Task, before: Mapping[str, Tensor]) -> None: ...
+    def begin_statistics(self, task: Task) -> None:
+        """What buffers begin with that all ranks advance, each on its samples."""
+        ...
+
+    def join_statistics(self, task: Task) -> "Future[None] | None":
+        """Such buffers leave the task; when all ranks have told theirs they are the state's, which is what is returned."""
+        ...
 
     def finish(self) -> None:
         """Until all that was sent has been received."""
@@ -127,6 +134,8 @@ class Executor:
         written = [name for name, b in program.partition.graph.buffers.items() if b.written] if task.training else []
         task.constants = {name: self._bring(buffer) for name, buffer in self.state.buffers.items()}
         task.buffers = {name: task.constants[name].clone() for name in written if name in task.constants}
+        if self.others is not None:
+            self.others.begin_statistics(task)
         generator_state = self.device.generator.get_state()
         try:
             for i, action in enumerate(program.actions):
@@ -144,8 +153,11 @@ class Executor:
             self.device.generator.set_state(generator_state)
         assert not self.stash, "what is stashed is used"
         if self.others is not None:
-            self.others.await_losses()
-            self.others.join_statistics(task, task.constants)
+            if self.others.losses is not None:
+                self.others.losses.result()
+            statistics = self.others.join_statistics(task)
+            if statistics is not None:
+                self.in_flight.add(statistics)
         self.state.buffers.update({name: self._bring_home(buffer) for name, buffer in task.buffers.items()})
         for results in task.results:
             results.update({name: self._bring_home(result) for name, result in results.items()})
@@ -496,7 +508,9 @@ class Executor:
                 ORDINARY + s if s else URGENT
             )  # the next step begins with the first, and reads ahead what follows
             job = partial(self.updater.update, members, task.groups, task.scale, boundary, priority=priority)
-            self.submit([b.name for b in together], [g for _, g in members if g is not None], job, s + 1)
+            gradients = [g for _, g in members if g is not None]
+            losses = None if self.others is None else self.others.losses
+            self.submit([b.name for b in together], gradients, job, s + 1, after=losses)
 
     def _note_boundary(self, s: int) -> Boundary:
         """What finishing the step takes once this segment is updated."""
@@ -588,6 +602,9 @@ class Executor:
         self.in_flight.add(self._work_after([] if update is None else [update], job))
 
     def _check_losses(self, task: Task) -> None:
+        """Before anything is made of them; the first time they are asked for, they are all there."""
+        if task.losses_are_finite:
+            return
         for k, results in enumerate(task.results):
             for loss in results.values():
                 if not torch.isfinite(loss):
@@ -595,12 +612,7 @@ class Executor:
                         f"step {task.step}: the loss of microbatch {task.microbatches[k].number} is {float(loss)}; nothing was "
                         "updated. Look at that part of the batch, or lower the learning rate"
                     )
-        if self.others is not None:
-            self.others.await_losses()
-            if task.loss is not None and not torch.isfinite(task.loss):
-                raise NumericsError(
-                    f"step {task.step}: a loss on another rank is not finite, which tells of it; nothing was updated"
-                )
+        task.losses_are_finite = True
 
     def _commit(self, task: Task, action: Action) -> None:
         """What is under way is part of the step; the trainer writes it down when it is done."""

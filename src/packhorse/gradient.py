@@ -5,6 +5,8 @@ tensor becomes the sum itself, as in plain PyTorch, if nothing else holds its me
 only looked up, the rows that were are kept, as long as they are few: the others are zero.
 """
 
+import math
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,6 +57,13 @@ class LookedUp:
         for number, row in zip(self.numbers[low:high].tolist(), self.rows[low:high], strict=True):
             begin, end = max(number * width, start), min((number + 1) * width, stop)
             flat[begin - start : end - start] = row[begin - number * width : end - number * width]
+
+
+def find_runs(block: Block) -> list[list[Slot]]:
+    """Tensors whose gradients are sent in one go: each large one, and all small ones together."""
+    itemsize = block.kinds[MASTER].itemsize
+    small = [slot for slot in block.slots if slot.numel * itemsize < SMALL]
+    return [*([slot] for slot in block.slots if slot.numel * itemsize >= SMALL), *([small] if small else [])]
 
 
 @dataclass
@@ -153,18 +162,19 @@ class Gradient:
                 flat[slot.start : slot.stop] = self.tensors[slot.name]
         return flat
 
-    def join(self) -> Tensor:
-        """All tensors as one, in the order of their slots, of which they are views from now on."""
+    def join(self) -> list[Tensor]:
+        """All tensors, large ones by themselves, the small ones as one, of which they are views from now on."""
         self.fill_all()
-        slots = [slot for slot in self.block.slots if slot.name in self.tensors]
+        runs = [[slot for slot in run if slot.name in self.tensors] for run in find_runs(self.block)]
+        return [self._join(run) for run in runs if run]
+
+    def _join(self, slots: Sequence[Slot]) -> Tensor:
         if len(slots) == 1:
             return self.tensors[slots[0].name]
         whole = torch.cat([self.tensors[slot.name] for slot in slots])
-        self.let_go()
-        start = 0
-        for slot in slots:
-            self.keep(slot, whole[start : start + slot.numel])
-            start += slot.numel
+        self.tensors.update(
+            zip((slot.name for slot in slots), whole.split([slot.numel for slot in slots]), strict=True)
+        )
         return whole
 
     def bring_home(self) -> None:
@@ -198,11 +208,13 @@ class Gradient:
 
     def refuse_non_finite(self) -> None:
         """Once it is home; asked a second time, it has been answered."""
-        if self._is_finite:
+        found = {**self.tensors, **{name: looked_up.rows for name, looked_up in self.looked_up.items()}}
+        if self._is_finite or not found:
             return
-        for name, flat in [*self.tensors.items(), *((n, found.rows) for n, found in self.looked_up.items())]:
-            # The sum is one pass without memory; it may overflow by itself, so only then every element is asked.
-            if not torch.isfinite(flat.sum()) and not torch.isfinite(flat).all():
+        # The sum is one pass without memory; it may overflow by itself, so only then every element is asked.
+        total = float(torch.stack([flat.sum() for flat in found.values()]).sum())
+        for name, flat in found.items():
+            if not math.isfinite(total) and not torch.isfinite(flat).all():
                 raise NumericsError(
                     f"the gradient of {name} (segment {self.segment}) is not finite; it was not used, but segments after it "
                     "were updated (a store on disk with two versions takes that back; with update='deferred' none would have "

@@ -14,6 +14,7 @@ from packhorse.schedule import Action
 
 COMPUTE = ("F", "R", "B", "W")
 UNDER_WAY = 2.0  # pieces of sums at a time: one on the network, one to follow it
+LEAST = 0.1  # of the time of a piece, however small it is
 
 
 def recompute(actions: Sequence[Action], kept: Collection[int]) -> list[Action]:
@@ -247,12 +248,15 @@ def tell_losses(actions: Sequence[Action], last: int) -> list[Action]:
     return [*actions[:at], Action("LOSS"), *actions[at:]]
 
 
-def reduce(actions: Sequence[Action], pieces: Sequence[int] = (), pace: Sequence[float] = ()) -> list[Action]:
-    """Complete gradients are summed over replicas before anything else is done with them, in so many `pieces` a segment.
+def reduce(
+    actions: Sequence[Action], pieces: Sequence[Sequence[float]] = (), pace: Sequence[float] = ()
+) -> list[Action]:
+    """Complete gradients are summed over replicas before anything else is done with them, each segment's in its `pieces`.
 
-    `pace` tells for each segment how many pieces pass over the network while it runs backward. With it, no more are begun than
-    will have passed, those of the first segment first, which the next step needs first; what is left then goes at the end.
-    All replicas have the same list, and so the same order of sums. Without it, pieces are begun as they come.
+    Those are parts of a whole one. `pace` tells for each segment how many whole ones pass over the network while it runs
+    backward. With it, no more are begun than will have passed, and one or two, those of the first segment first, which the next
+    step needs first; what is left goes at the end. All replicas have the same list, and so the same order of sums. Without it,
+    pieces are begun as they come.
     """
     lowered: list[Action] = []
     begun: set[int] = set()
@@ -263,23 +267,25 @@ def reduce(actions: Sequence[Action], pieces: Sequence[int] = (), pace: Sequence
     def begin(most: float) -> None:
         nonlocal under_way
         while waiting and under_way < most:
-            lowered.append(Action("SUM", *heapq.heappop(waiting)))
-            under_way += 1.0
+            s, i = heapq.heappop(waiting)
+            lowered.append(Action("SUM", s, i))
+            under_way += max(pieces[s][i], LEAST) if pieces else 1.0
 
     for action in actions:
         kind, s, _ = action
         if kind in ("PARK", "PASS", "UPDATE") and s is not None and s not in begun:
             begun.add(s)
             lowered.append(Action("REDUCE", s))
-            for i in range(pieces[s] if pieces else 1):
+            for i in range(len(pieces[s]) if pieces else 1):
                 heapq.heappush(waiting, (s, i))
             begin(UNDER_WAY if pace else math.inf)
-        if kind in ("B", "W") and s is not None and pace:
-            under_way = max(under_way - pace[s] / (2 if s in split else 1), 0.0)
-            begin(UNDER_WAY)
+        passing = pace[s] / (2 if s in split else 1) if kind in ("B", "W") and s is not None and pace else 0.0
+        if passing:  # the network is not idle before the next occasion to begin one
+            begin(passing + UNDER_WAY)
         if kind in ("NORM", "COMMIT"):
             begin(math.inf)
         lowered.append(action)
+        under_way = max(under_way - passing, 0.0)
     return lowered
 
 

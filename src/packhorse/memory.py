@@ -257,6 +257,11 @@ def _find_in_libc(name: str) -> Callable[..., int] | None:
         return None
 
 
+LEEWAY = 16 << 20  # growth that is let pass
+WORTHWHILE = 4 << 20  # to be given back, beside the milliseconds that takes
+LARGE = 16 << 20  # pieces from that size on malloc gives back as soon as they are freed;
+LARGEST = 32 << 20  # left alone it learns to keep those below this one, and no larger ones
+KEPT_ON_TOP = 64 << 20  # of the heap, before malloc gives back by itself
 # Parameters of mallopt, from malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 
@@ -272,7 +277,7 @@ def share_heap() -> None:
 
 
 class Heap:
-    """Says what malloc does with freed memory: give it back, or, where there is plenty, keep it for the next use.
+    """Says what malloc does with freed memory: give it back, or keep it for the next use.
 
     By default malloc returns every large piece at once, and each step faults the same gigabytes in again, page by page: a
     fifth of the time of a step on two cores. Kept, pieces of many sizes take up to twice the memory. Small pieces are kept
@@ -281,13 +286,13 @@ class Heap:
     has now, `going` bytes are not its own: the model as it was given, before it goes to the store.
     """
 
-    def __init__(self, ledger: Ledger, plenty: bool, ceiling: int = 0, going: int = 0):
-        self.ledger, self.plenty, self.ceiling = ledger, plenty, ceiling
+    def __init__(self, ledger: Ledger, *, keeps: bool, ceiling: int = 0, going: int = 0):
+        self.ledger, self.keeps, self.ceiling = ledger, keeps, ceiling
         self._base = self._floor = self._uncounted_bytes() - going
         self._trim, set_option = _find_in_libc("malloc_trim"), _find_in_libc("mallopt")
         if set_option is not None:
-            set_option(_MMAP_THRESHOLD, 1 << 30 if plenty else LARGE)
-            set_option(_TRIM_THRESHOLD, (1 << 31) - 1 if plenty else KEPT_ON_TOP)
+            set_option(_MMAP_THRESHOLD, LARGEST if keeps else LARGE)
+            set_option(_TRIM_THRESHOLD, (1 << 31) - 1 if keeps else KEPT_ON_TOP)
 
     def tidy(self, reusable: int = 0, *, needed: int | None = None, computing: bool = False) -> None:
         """Gives back what lies idle, if what is `needed` next finds no room beside it; where that is not known, in any case.
@@ -296,8 +301,10 @@ class Heap:
         too, so what is left then is no measure for the next time.
         """
         idle = self._uncounted_bytes() - self._floor
-        if self._trim is None or self.plenty or idle <= WORTHWHILE:
+        if self._trim is None or idle <= WORTHWHILE:
             return
+        if needed is None and self.keeps:
+            needed = 0
         if idle <= LEEWAY + reusable if needed is None else self.has_room(needed - min(reusable, idle)):
             return
         self._trim(0)
@@ -311,10 +318,3 @@ class Heap:
     def _uncounted_bytes(self) -> int:
         """What the process has beside the tensors that are counted: code, records, and what malloc keeps."""
         return resident_bytes() - self.ledger.total("host")
-
-
-LEEWAY = 16 << 20  # growth that is let pass
-WORTHWHILE = 4 << 20  # to be given back, beside the milliseconds that takes
-# Pieces of at least that size malloc gives back as soon as they are freed; left alone, it learns to keep twice as large ones.
-LARGE = 16 << 20
-KEPT_ON_TOP = 64 << 20  # of the heap, before malloc gives back by itself

@@ -75,7 +75,7 @@ class Plan:
     parks: frozenset[int] = frozenset()
     ranks: Ranks = ALONE
     piece_bytes: int = 0  # of sums over replicas
-    pieces: tuple[int, ...] = ()  # of each segment's gradients
+    pieces: tuple[tuple[float, ...], ...] = ()  # of each segment's gradients, as parts of a whole one
     pace: tuple[float, ...] = ()  # for each segment: pieces that pass over the network while it runs backward
     overlap: bool = True  # of movement with compute
     casts: tuple[Cast, ...] = ()
@@ -227,8 +227,9 @@ class Plan:
             fields = json.loads(text)
             for name in ("kept", "backward", "parks"):
                 fields[name] = frozenset(int(s) for s in fields[name])
-            for name in ("cuts", "reasons", "pinned", "pieces", "pace"):
+            for name in ("cuts", "reasons", "pinned", "pace"):
                 fields[name] = tuple(fields[name])
+            fields["pieces"] = tuple(tuple(pieces) for pieces in fields["pieces"])
             fields["casts"] = tuple(Cast(what, getattr(torch, dtype), rule) for what, dtype, rule in fields["casts"])
             fields["estimate"], fields["plain"] = (Estimate(**fields[name]) for name in ("estimate", "plain"))
             fields["ranks"] = Ranks(**fields["ranks"])

@@ -120,6 +120,7 @@ class Task:
     norm: float | None = None
     overflowed: bool = False
     loss: Tensor | None = None  # of all ranks, once it is known
+    losses_are_finite: bool = False  # once they were asked for
     intent: Mapping[str, Any] = field(default_factory=dict)  # with one version: what finishing the step would take
     batch: Sequence[Tensor] = ()  # likewise
     times: "array[float]" = field(default_factory=lambda: array("d"))

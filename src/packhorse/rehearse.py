@@ -40,6 +40,7 @@ TWINS = 2  # of each kind, at most, that take part: the second finds memory as t
 MICROBATCHES = 2
 ROUNDS = 4  # as many of them as begin within `PATIENCE`: the speed of a shared machine changes from second to second
 PATIENCE = 8.0  # seconds
+LET_KEEP = 0.85  # of what malloc keeps where graphs stay; beyond that it gives back (running.py)
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ class Rehearsed:
             measured = other._replace(forward=price.forward, building=building, rebuilding=rebuilding)
             self.found[entry.kind, rows, resident] = (measured, rated)
         if grown is not None and None not in prices:
-            self.kept[key] = max(grown - _add_up(chosen, resident), 0)
+            kept = max(grown - _add_up(chosen, resident), 0)
+            self.kept[key] = int(LET_KEEP * kept) if resident else kept
         return any(price is not None for price in prices)
 
     def kept_bytes(self, rows: int, resident: bool) -> int | None:
@@ -259,7 +261,10 @@ class _Play:
 
 def run(segments: Sequence[Segment], rows: int, resident: bool, device: torch.device) -> Outcome:
     """One microbatch to warm up, then rounds of a few, in the order in which a step takes them."""
-    running, pool = Running(Heap(Ledger(), plenty=False), lambda *_: None), Pool(Ledger())
+    last = segments[-1].index if resident else None
+    heap = Heap(Ledger(), keeps=resident, ceiling=sys.maxsize)
+    running = Running(heap, lambda *_: None, last=last)
+    pool = Pool(Ledger())
     values: dict[str, Tensor] = {}
     chained = values if resident else None
     company = _Company([partial(_Play, segment, rows, device, running, pool, chained) for segment in segments])

@@ -7,7 +7,7 @@ segment 7.
 
 import re
 from array import array
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple, overload
 
@@ -93,9 +93,15 @@ class Actions(Sequence[Action]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         index = range(len(self))[index]
-        segment, microbatch = self._numbers[2 * index : 2 * index + 2]
+        return self._unpack(self._kinds[index], *self._numbers[2 * index : 2 * index + 2])
+
+    def __iter__(self) -> Iterator[Action]:
+        numbers = iter(self._numbers)
+        return map(self._unpack, self._kinds, numbers, numbers)
+
+    def _unpack(self, kind: int, segment: int, microbatch: int) -> Action:
         return Action(
-            _KINDS[self._kinds[index]],
+            _KINDS[kind],
             None if segment == self._NOTHING else segment,
             None if microbatch == self._NOTHING else microbatch,
         )

@@ -31,9 +31,10 @@ from packhorse.units import format_bytes, format_seconds
 UNLIMITED = 1 << 62
 ROOM = 0.9  # of a budget is spent on what only makes it faster
 WORTH = 0.97  # of the time, for what costs memory that need not be spent
-LONG = 1.0  # seconds of a step from which on it is worth running its segments beforehand
+LONG = 0.1  # seconds of a step from which on it is worth running its segments beforehand
 REHEARSALS = 3
-PIECE_SECONDS = 0.01  # of sums over replicas: long beside what beginning one takes, short beside a step
+PIECE_SECONDS = 0.03  # of sums over replicas: long beside what beginning one takes, short beside a step
+EAGER = 1.25  # the network must not wait for compute: that more is begun than has passed costs less
 LEAST_PIECE, MOST_PIECE = 256 << 10, 32 << 20
 MOST_WAITING = 4  # updates that may wait for the disk
 EQUAL = 0.99  # a plan must beat another by that to be preferred to one that was tried before
@@ -276,7 +277,7 @@ class _Search:
             parks=case.layout.parks() | (case.links.waits if case.links is not None else frozenset()),
             ranks=case.ranks,
             piece_bytes=piece_bytes,
-            pieces=case.count_pieces(piece_bytes),
+            pieces=case.find_pieces(piece_bytes),
             pace=pace,
             overlap=wish.overlap,
             casts=case.casts,
@@ -304,7 +305,7 @@ class _Search:
         nbytes = min(max(int(PIECE_SECONDS * rate), LEAST_PIECE), MOST_PIECE)
         seconds = 2 * others * (nbytes / case.ranks.data / rate + machine.latency)
         prices = [case.price(s, rows, machine, resident=True) for s in range(len(case.partition.segments))]
-        return nbytes, tuple(price.backward / seconds for price in prices)
+        return nbytes, tuple(EAGER * price.backward / seconds for price in prices)
 
     def _reach_ahead(self) -> int:
         """Bytes fetched at a time: a segment and its neighbour, unless fetching is but a cast, by the thread that computes."""

@@ -5,6 +5,7 @@ It captures, partitions, plans and lays out once; each step then splits a batch 
 
 import atexit
 import logging
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -249,12 +250,7 @@ class Trainer:
         self._partition, self._layout = self._case.partition, self._case.layout
         self._tasks.follow(self._case, self.plan)
 
-        planned = self.plan.estimate.peak["host"]
-        spare = self.plan.estimate.kinds["host"].get(
-            KEPT, 0
-        )  # half of it is enough: the rest is given back before it counts
-        plenty = (means.budget.limit("host") or 0) > 2 * planned
-        heap = Heap(self._ledger, plenty=plenty, ceiling=planned - spare // 2, going=_own_bytes(self.model))
+        heap = self._make_heap(means.budget.limit("host"))
         self._state = ModelState(graph, self._layout, self._store, self._ledger, self._world, self._case.links)
         self._updater = Updater(self._store, self._stepper, self._state.small)
         open_run(self._run, self._home, self._state, self._pool, self.model, resume=resume, weights=weights)
@@ -264,13 +260,27 @@ class Trainer:
             self._device,
             self._updater,
             stash,
-            Running(heap, partial(self._case.working_bytes, rows=self.plan.rows), self._pool),
+            Running(
+                heap,
+                partial(self._case.working_bytes, rows=self.plan.rows),
+                self._pool,
+                last=self._case.last if self.plan.is_resident else None,
+            ),
             seed=self.seed,
             overlap=means.overlap,
             updates_ahead=self.plan.updates_ahead,
         )
         if self._world is not None and self._case.links is not None:
             self._executor.connect(Exchange(self._executor, self._world, self._case.links, self._pool))
+
+    def _make_heap(self, limit: int | None) -> Heap:
+        """Freed memory goes back where more than planned would be taken; where all stays, or there is plenty, than there is."""
+        planned, spare = self.plan.estimate.peak["host"], self.plan.estimate.kinds["host"].get(KEPT, 0)
+        keeps = self.plan.is_resident or (limit is not None and limit > 2 * planned)
+        ceiling = planned - spare // 2  # half is enough: the rest is given back before it counts
+        if keeps:
+            ceiling = sys.maxsize if limit is None else limit
+        return Heap(self._ledger, keeps=keeps, ceiling=ceiling, going=_own_bytes(self.model))
 
     def _make_case(
         self, means: "_Means", versions: int | None, part: Partition, wish: Wish, links: Links | None

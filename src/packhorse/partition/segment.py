@@ -144,7 +144,12 @@ class Segment:
     def nbytes(self) -> int:
         """What running it touches at the example's rows: parameters, buffers, inputs, and every value it makes."""
         buffers = sum(self.graph.buffers[name].nbytes for name in self.buffers)
-        return self.parameter_nbytes + buffers + self.input_nbytes + sum(node.nbytes for node in self.nodes)
+        return self.parameter_nbytes + buffers + self.input_nbytes + self.made_nbytes
+
+    @cached_property
+    def made_nbytes(self) -> int:
+        """Every value it makes, at the example's rows."""
+        return sum(node.nbytes for node in self.nodes)
 
     def __call__(
         self,

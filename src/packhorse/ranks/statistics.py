@@ -1,7 +1,8 @@
 """Running statistics that ranks advanced apart, on other samples, made one again: as if all had passed in order.
 
-A batch norm does `r = (1 - m) * r + m * b` for each microbatch, so what a rank did to `r` in n of them is `f * r + c` with
-`f = (1 - m) ** n`. Such steps can be joined in the order of the microbatches: each rank began at the same `r`.
+A batch norm does `r = (1 - m) * r + m * b` for each microbatch, so n of them make `f * r + c` of it, with `f = (1 - m) ** n`
+and a `c` that a rank finds by beginning with 0. What all ranks found can be added up in the order of the microbatches, later.
+A count, which grows by one each time, is the same with `f = 1`.
 """
 
 from collections.abc import Sequence
@@ -14,10 +15,11 @@ from packhorse.graph import Graph, Ref
 MOMENTUM = 6  # its place among the arguments of aten.batch_norm
 
 
-def find_momenta(graph: Graph) -> dict[str, float | None]:
-    """For each buffer that training writes: how much of a microbatch's statistic it takes; None for counts."""
-    found: dict[str, float | None] = {}
+def find_momenta(graph: Graph) -> dict[str, float]:
+    """For each buffer that training writes: how much of a microbatch's statistic it takes; of counts 0, they only grow."""
+    found: dict[str, float] = {}
     written = {name for name, buffer in graph.buffers.items() if buffer.written}
+    read = {graph.values[o].name for n in graph.nodes for i, o in enumerate(n.operands) if i not in n.operation.writes}
     for node in graph.nodes:
         operation = node.operation
         touched = [graph.values[node.operands[i]] for i in operation.writes]
@@ -27,23 +29,22 @@ def find_momenta(graph: Graph) -> dict[str, float | None]:
             momentum = operation.args[MOMENTUM] if operation.name == "batch_norm" else None
             if isinstance(momentum, float):
                 found[value.name] = momentum
-            elif graph.buffers[value.name].dtype.is_floating_point or isinstance(momentum, Ref):
+            elif graph.buffers[value.name].dtype.is_floating_point or isinstance(momentum, Ref) or value.name in read:
                 raise RanksError(
                     f"{operation.name} in {node.module or 'the model'} changes the buffer {value.name} in a way that ranks "
                     "which see other samples cannot join; use ranks=ph.Ranks(pipeline=...), or a norm without running "
                     "statistics (or with a fixed momentum)"
                 )
             else:
-                found[value.name] = None
+                found[value.name] = 0.0
     return found
 
 
-def join(before: Tensor, after: Sequence[Tensor], counts: Sequence[int], momentum: float | None) -> Tensor:
-    """What one rank would have made of it: `after` are those of the ranks in order, which saw so many microbatches."""
-    joined = before
-    for found, count in zip(after, counts, strict=True):
-        if momentum is None:
-            joined = joined + (found - before)
-        elif count:
-            joined = found + (1.0 - momentum) ** count * (joined - before)
-    return joined
+def add_up(before: Tensor, found: Sequence[Tensor], counts: Sequence[int], kept: Tensor) -> Tensor:
+    """What one rank would have made of `before`, from what ranks found in order, each in so many microbatches.
+
+    `kept` is what a microbatch leaves of a statistic, 1 - m; of a count all, 1.
+    """
+    for own, count in zip(found, counts, strict=True):
+        before = kept**count * before + own
+    return before

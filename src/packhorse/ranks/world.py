@@ -152,12 +152,11 @@ class World:
     def _count_ring(self, whole: Tensor, rounds: int = 1) -> None:
         self.sent_bytes += rounds * whole.nbytes * (self.ranks.data - 1) // self.ranks.data
 
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        """That of every replica, in order. Waits."""
+    def gather(self, tensor: Tensor) -> tuple[Work, list[Tensor]]:
+        """That of every replica, in order, once the work is over."""
         found = [torch.empty_like(tensor) for _ in range(self.ranks.data)]
-        work = dist.all_gather(found, tensor.contiguous(), group=self._facts, async_op=True)
-        Work(work, f"rank {self.rank}: running statistics of all ranks").wait()
-        return found
+        work = dist.all_gather(found, tensor, group=self._facts, async_op=True)
+        return Work(work, f"rank {self.rank}: running statistics of all ranks", tensor, *found), found
 
     # -- among all
 
