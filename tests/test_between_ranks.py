@@ -276,6 +276,22 @@ def test_statistics_join_as_if_all_had_passed_in_order(counts: list[int], moment
     assert add_up(numbers, [torch.tensor(n) for n in counts], counts, torch.tensor(1)) == 7 + sum(counts)
 
 
+def test_a_count_that_training_reads_is_refused() -> None:
+    class Warming(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls.add_(1)  # type: ignore[operator]  # it is a tensor
+            return self.linear(x).sum() * self.calls
+
+    graph = ph.capture(Warming(), torch.zeros(4, 4), lambda output, batch: output)
+    with pytest.raises(ph.RanksError, match="buffer calls in a way that ranks"):
+        find_momenta(graph)
+
+
 def test_statistics_that_cannot_be_joined_are_refused() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:

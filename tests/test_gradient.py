@@ -23,6 +23,31 @@ def make(table: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Gradient, S
     return Gradient(block, 0, find_device("cpu", Pool(ledger))), block.slots[0], ledger
 
 
+def test_small_tensors_are_joined_and_large_ones_stay_where_they_are() -> None:
+    named = [
+        ("a", torch.randn(3)),
+        ("large", torch.randn(module.SMALL // 4)),
+        ("b", torch.randn(2, 2)),
+        ("none", torch.randn(5)),
+    ]
+    block = make_block("b", named, {MASTER: torch.float32}, None, False, (0,))
+    ledger = Ledger()
+    found = Gradient(block, 0, find_device("cpu", Pool(ledger)))
+    for slot, (_, tensor) in zip(block.slots, named[:3], strict=False):
+        found.add(slot, tensor.clone(), alone=True)
+    place, counted = found.tensors["large"].data_ptr(), ledger.total("host")
+    large, small = found.join()
+    assert large.data_ptr() == place and small.numel() == 7
+    large.mul_(2), small.mul_(2)
+    assert all(
+        torch.equal(slot.shape_of(found.tensors[n]), 2 * t)
+        for slot, (n, t) in zip(block.slots, named[:3], strict=False)
+    )
+    assert ledger.total("host") == counted
+    found.let_go()
+    assert not ledger.total("host")
+
+
 def look_up(table: Tensor, numbers: Tensor, seed: Tensor, padding: int, sparse: bool) -> Tensor:
     table = table.detach().requires_grad_()
     result = torch.ops.aten.embedding(table, numbers, padding, False, sparse)

@@ -38,6 +38,20 @@ def test_idle_memory_goes_back_where_there_is_no_room_for_what_comes_next(
     assert trims == [200 * MB, 400 * MB]
 
 
+@pytest.mark.parametrize("ceiling", [None, 300 * MB])
+def test_what_is_kept_goes_back_only_where_there_is_a_ceiling(
+    ceiling: int | None, resident: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heap, trims = Heap(Ledger(), keeps=True, ceiling=ceiling), []
+    monkeypatch.setattr(heap, "_trim", lambda _: trims.append(resident[0]))
+    resident[0] = 290 * MB
+    heap.tidy(needed=None)
+    heap.tidy(needed=10 * MB)
+    assert not trims
+    heap.tidy(needed=11 * MB)
+    assert trims == ([] if ceiling is None else [290 * MB])
+
+
 def test_little_that_lies_idle_and_what_will_be_used_again_stays(
     resident: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

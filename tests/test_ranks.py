@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import packhorse as ph
 import toys
@@ -179,6 +180,38 @@ def test_relay_with_parts_of_the_state_on_each_rank(name: str, options: dict[str
 def refusal(size: int, **options: Any) -> list[str]:
     """What the ranks say, each, of a run that cannot be."""
     return run_ranks(size, lambda rank: train("mlp", **{"ranks": None} | options), expect_failure=True)
+
+
+def squared(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    return (output - batch[1]).square().mean()
+
+
+@pytest.mark.parametrize("ranks", [ph.Ranks(data=2), ph.Ranks(pipeline=2)], ids=["replicas", "stages"])
+def test_a_loss_that_is_not_finite_updates_nothing_anywhere(ranks: ph.Ranks) -> None:
+    """The last row's: of two replicas, the second one's; of two stages, only the last sees it. Then training goes on."""
+
+    def work(rank: int) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 1))
+        good = (torch.randn(8, 4), torch.randn(8, 1))
+        bad = (good[0], torch.where(torch.arange(8)[:, None] == 7, torch.nan, good[1]))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        strategy: Any = "pipeline" if ranks.pipeline > 1 else "resident"
+        with ph.Trainer(
+            model, optimizer, good, loss=squared, strategy=strategy, microbatches=4, ranks=ranks
+        ) as trainer:
+            before = dict(trainer.state_dict())
+            with pytest.raises(ph.NumericsError, match="nothing was updated") as error:
+                trainer.step(bad)
+            after = dict(trainer.state_dict())
+            trainer.step(good)
+            return before, after, dict(trainer.state_dict()), str(error.value)
+
+    told = run_ranks(2, work)
+    for before, after, later, _ in told:
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert not torch.equal(later["0.weight"], before["0.weight"])
+    assert "microbatch 3 is nan" in told[1][3] and "a loss on another rank" in told[0][3]
 
 
 def test_more_ranks_than_are_there_are_refused() -> None:

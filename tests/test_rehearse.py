@@ -93,6 +93,15 @@ def test_a_choice_that_stands_is_not_rehearsed_again(graph: ph.Graph, asked: lis
     assert asked == [(4, plan.rows)]
 
 
+def test_others_are_told_what_is_rehearsed(graph: ph.Graph, asked: list[tuple[int, int]]) -> None:
+    told: list[rehearse.Invitation] = []
+    segments = partition(graph).segments
+    likely = [rehearse.Likely(s.index, s, Price(1.0, 1.0, 1.0, 1.0), 0, 0, 0, 0) for s in segments]
+    rehearse.Rehearsed(tell=told.append).learn(likely, 2, True, "cpu")
+    told[0].follow(graph, "cpu")
+    assert asked == [(len(segments), 2)] * 2
+
+
 def test_a_segment_that_fails_does_not_stop_the_others(graph: ph.Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     segments = partition(graph).segments
     whole = rehearse._Play.backward

@@ -49,11 +49,6 @@ class Case:
     at: "Callable[[int], Case] | None" = None  # the same for another place in the pipeline
     rehearsed: Rehearsed = field(default_factory=Rehearsed)
 
-    @property
-    def last(self) -> int:
-        """The last segment that runs here."""
-        return len(self.partition.segments) - 1 if self.links is None else max(self.links.local)
-
     # -- parameters
 
     @cached_property

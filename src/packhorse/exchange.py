@@ -120,10 +120,17 @@ class Exchange:
 
     def _hear_losses(self, task: Task, work: Work) -> None:
         work.wait()
-        if task.training and not torch.isfinite(task.loss):  # type: ignore[arg-type]  # it is there
-            raise NumericsError(
-                f"step {task.step}: a loss on another rank is not finite, which tells of it; nothing was updated"
-            )
+        if not task.training or bool(torch.isfinite(task.loss)):  # type: ignore[arg-type]  # it is there
+            return
+        task.refuse_non_finite_losses()
+        raise NumericsError(
+            f"step {task.step}: a loss on another rank is not finite, which tells of it; nothing was updated"
+        )
+
+    def _await_losses(self) -> None:
+        """Before anything is told, or waited for, that comes of an update: without one it would never come."""
+        if self.losses is not None:
+            self.losses.result()
 
     # -- gradients over replicas
 
@@ -244,6 +251,7 @@ class Exchange:
             self.executor.submit([block.name], [], park, URGENT, after=self._waiting.submit(work.wait))
 
     def _tell(self, task: Task, action: Action) -> None:
+        self._await_losses()
         for tie in self.links.tells[_segment(action)]:
             block = self._block(tie)
             self.executor.submit_after(block.name, partial(self._send_block, block, tie))
@@ -255,6 +263,7 @@ class Exchange:
         self.post.send_flat(flat, tie.place, 2 * tie.number + 1, backward=False)
 
     def _hear(self, task: Task, action: Action) -> None:
+        self._await_losses()
         for tie in self.links.hears[_segment(action)]:
             block = self._block(tie)
             flat = torch.empty(block.numel, dtype=block.kinds[MASTER])

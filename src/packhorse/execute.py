@@ -602,17 +602,13 @@ class Executor:
         self.in_flight.add(self._work_after([] if update is None else [update], job))
 
     def _check_losses(self, task: Task) -> None:
-        """Before anything is made of them; the first time they are asked for, they are all there."""
-        if task.losses_are_finite:
-            return
-        for k, results in enumerate(task.results):
-            for loss in results.values():
-                if not torch.isfinite(loss):
-                    raise NumericsError(
-                        f"step {task.step}: the loss of microbatch {task.microbatches[k].number} is {float(loss)}; nothing was "
-                        "updated. Look at that part of the batch, or lower the learning rate"
-                    )
-        task.losses_are_finite = True
+        """Before anything is made of them; the first time they are asked for, they are all there.
+
+        With others, all go on to the end, so that nobody waits for what does not come, and the updates wait for the losses.
+        """
+        if self.others is None and not task.losses_are_finite:
+            task.refuse_non_finite_losses()
+            task.losses_are_finite = True
 
     def _commit(self, task: Task, action: Action) -> None:
         """What is under way is part of the step; the trainer writes it down when it is done."""

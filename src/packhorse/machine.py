@@ -114,9 +114,10 @@ class Machine:
             return self.matmul[precision] * (0.5 if family == "attention" else 1.0)
         return self.bandwidth["host" if family == "update" else "device"]
 
-    def linked(self, rate: float, latency: float = 0.0) -> "Machine":
-        """Several of the same, with such a network between them."""
-        return replace(self, bandwidth={**self.bandwidth, "network": rate}, latency=latency)
+    def linked(self, rate: float, latency: float = 0.0, work: float | None = None) -> "Machine":
+        """Several of the same, with such a network between them; `work`: bytes for which it takes a second of a core."""
+        kernels = self.kernels if work is None or self.device != "cpu" else {**self.kernels, "beside network": work}
+        return replace(self, bandwidth={**self.bandwidth, "network": rate}, latency=latency, kernels=kernels)
 
     def slowed(self, rate: float | None) -> "Machine":
         """The same with a disk that moves no more than so many bytes a second."""

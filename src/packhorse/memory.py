@@ -282,11 +282,11 @@ class Heap:
     By default malloc returns every large piece at once, and each step faults the same gigabytes in again, page by page: a
     fifth of the time of a step on two cores. Kept, pieces of many sizes take up to twice the memory. Small pieces are kept
     in any case, and add up over many segments; `tidy`, asked often, gives back what lies idle when memory has grown so much
-    that what comes next would take the process above `ceiling`, the peak that was planned. Of what the process
-    has now, `going` bytes are not its own: the model as it was given, before it goes to the store.
+    that what comes next would take the process above `ceiling`, the peak that was planned; None: it never does. Of what the
+    process has now, `going` bytes are not its own: the model as it was given, before it goes to the store.
     """
 
-    def __init__(self, ledger: Ledger, *, keeps: bool, ceiling: int = 0, going: int = 0):
+    def __init__(self, ledger: Ledger, *, keeps: bool, ceiling: int | None = 0, going: int = 0):
         self.ledger, self.keeps, self.ceiling = ledger, keeps, ceiling
         self._base = self._floor = self._uncounted_bytes() - going
         self._trim, set_option = _find_in_libc("malloc_trim"), _find_in_libc("mallopt")
@@ -301,7 +301,7 @@ class Heap:
         too, so what is left then is no measure for the next time.
         """
         idle = self._uncounted_bytes() - self._floor
-        if self._trim is None or idle <= WORTHWHILE:
+        if self._trim is None or self.ceiling is None or idle <= WORTHWHILE:
             return
         if needed is None and self.keeps:
             needed = 0
@@ -313,7 +313,7 @@ class Heap:
 
     def has_room(self, nbytes: int) -> bool:
         """Below the peak that was planned."""
-        return resident_bytes() + max(nbytes, 0) <= self.ceiling
+        return self.ceiling is None or resident_bytes() + max(nbytes, 0) <= self.ceiling
 
     def _uncounted_bytes(self) -> int:
         """What the process has beside the tensors that are counted: code, records, and what malloc keeps."""

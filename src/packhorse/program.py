@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from packhorse.errors import NumericsError
 from packhorse.gradient import Gradient
 from packhorse.graph import Ref
 from packhorse.optimizer import Group
@@ -124,6 +126,16 @@ class Task:
     intent: Mapping[str, Any] = field(default_factory=dict)  # with one version: what finishing the step would take
     batch: Sequence[Tensor] = ()  # likewise
     times: "array[float]" = field(default_factory=lambda: array("d"))
+
+    def refuse_non_finite_losses(self) -> None:
+        """Those that are known here."""
+        for microbatch, results in zip(self.microbatches, self.results, strict=True):
+            for loss in results.values():
+                if not torch.isfinite(loss):
+                    raise NumericsError(
+                        f"step {self.step}: the loss of microbatch {microbatch.number} is {float(loss)}; nothing was "
+                        "updated. Look at that part of the batch, or lower the learning rate"
+                    )
 
     def records(self) -> list[Record]:
         pairs = zip(self.times[::2], self.times[1::2], strict=True)

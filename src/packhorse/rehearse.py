@@ -25,7 +25,7 @@ from torch import Tensor
 
 from packhorse.device import find_device
 from packhorse.gradient import Gradient
-from packhorse.graph import Size
+from packhorse.graph import Graph, Size
 from packhorse.graph.graph import Type
 from packhorse.memory import Heap, Ledger, PeakWatch, Pool, settle
 from packhorse.partition import Segment
@@ -40,7 +40,7 @@ TWINS = 2  # of each kind, at most, that take part: the second finds memory as t
 MICROBATCHES = 2
 ROUNDS = 4  # as many of them as begin within `PATIENCE`: the speed of a shared machine changes from second to second
 PATIENCE = 8.0  # seconds
-LET_KEEP = 0.85  # of what malloc keeps where graphs stay; beyond that it gives back (running.py)
+LET_KEEP = 0.85  # of what malloc keeps where graphs stay; in a step more of it finds another use
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,18 @@ class Likely:
     crossing: int  # bytes of its inputs, and of the gradients of its outputs
 
 
+@dataclass(frozen=True)
+class Invitation:
+    """To rehearse the same segments, of the same graph, at the same time."""
+
+    places: list[tuple[int, int, int]]  # index, start, stop
+    rows: int
+    resident: bool
+
+    def follow(self, graph: Graph, device: str) -> None:
+        rehearse([Segment(graph, *place) for place in self.places], self.rows, self.resident, device)
+
+
 @dataclass
 class Rehearsed:
     """What kinds of segments took, at so many rows, beside what rates had made likely.
@@ -68,6 +80,9 @@ class Rehearsed:
     update: float | None = None  # seconds an element
     kept: dict[tuple[int, bool], int] = field(default_factory=dict)  # bytes that malloc and kernels kept for themselves
     tried: set[tuple[int, bool]] = field(default_factory=set)
+    tell: "Callable[[Invitation], object] | None" = (
+        None  # others on this machine, who will compute at the same time too
+    )
 
     def __len__(self) -> int:
         return len(self.found)
@@ -80,6 +95,8 @@ class Rehearsed:
             return False
         self.tried.add(key)
         chosen = _choose(likely)
+        if self.tell is not None:
+            self.tell(Invitation([(s.index, s.start, s.stop) for s in (e.segment for e in chosen)], rows, resident))
         prices, grown = rehearse([entry.segment for entry in chosen], rows, resident, device)
         ran = [(entry, price) for entry, price in zip(chosen, prices, strict=True) if price is not None]
         backward = {entry.kind: price for entry, price in reversed(ran)}
@@ -261,10 +278,8 @@ class _Play:
 
 def run(segments: Sequence[Segment], rows: int, resident: bool, device: torch.device) -> Outcome:
     """One microbatch to warm up, then rounds of a few, in the order in which a step takes them."""
-    last = segments[-1].index if resident else None
-    heap = Heap(Ledger(), keeps=resident, ceiling=sys.maxsize)
-    running = Running(heap, lambda *_: None, last=last)
-    pool = Pool(Ledger())
+    heap = Heap(Ledger(), keeps=resident, ceiling=None if resident else 0)
+    running, pool = Running(heap, lambda *_: None), Pool(Ledger())
     values: dict[str, Tensor] = {}
     chained = values if resident else None
     company = _Company([partial(_Play, segment, rows, device, running, pool, chained) for segment in segments])

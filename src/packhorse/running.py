@@ -10,23 +10,12 @@ from packhorse.partition import Segment
 
 
 class Running:
-    """`find_need` says what a segment takes at most while it runs, with or without a graph; None: not known.
+    """`find_need` says what a segment takes at most while it runs, with or without a graph; None: not known."""
 
-    Where graphs stay from forward to backward, the next segments and the next step take again what is freed. There memory is
-    given back at one place only, before the `last` segment runs: then graphs are all there, and what lies idle is in between.
-    """
-
-    def __init__(
-        self,
-        heap: Heap,
-        find_need: Callable[[Segment, bool], int | None],
-        pool: Pool | None = None,
-        *,
-        last: int | None = None,
-    ):
-        self.heap, self._find_need, self.pool, self._last = heap, find_need, pool, last
+    def __init__(self, heap: Heap, find_need: Callable[[Segment, bool], int | None], pool: Pool | None = None):
+        self.heap, self._find_need, self.pool = heap, find_need, pool
         self.segment: Segment | None = None
-        self._needed: int | None = None if last is None else 0
+        self._needed: int | None = None
         if pool is not None:
             pool.has_room = self.has_room
 
@@ -34,10 +23,6 @@ class Running:
         """Compute goes to a segment, for `share` of the example's rows, `building` a graph or not."""
         before, self.segment = self.segment, segment
         if before is segment:
-            return
-        if self._last is not None:
-            if segment.index == self._last:
-                self.heap.tidy(needed=0)
             return
         self._needed, is_twin = self._find_need(segment, building), are_twins(before, segment)
         if self.pool is not None and not self.has_room():
@@ -51,7 +36,7 @@ class Running:
 
     def tidy_after(self, owner: Segment | None) -> None:
         """What worked for a segment beside compute is done: who would use again what it leaves?"""
-        if self._last is None and not are_twins(owner, self.segment):
+        if not are_twins(owner, self.segment):
             self.heap.tidy(needed=self._needed, computing=True)
 
 

@@ -5,7 +5,6 @@ It captures, partitions, plans and lays out once; each step then splits a batch 
 
 import atexit
 import logging
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -39,7 +38,7 @@ from packhorse.ranks.identity import describe_batch, describe_function, describe
 from packhorse.ranks.links import Links
 from packhorse.ranks.shape import Ranks
 from packhorse.ranks.world import World, find_world
-from packhorse.rehearse import Rehearsed
+from packhorse.rehearse import Invitation, Rehearsed
 from packhorse.run import Home, Run, open_run
 from packhorse.running import Running
 from packhorse.schedule import check
@@ -195,8 +194,9 @@ class Trainer:
 
     def _arrange(self, world: World, means: "_Means", wish: Wish, ranks: Ranks | None) -> Arrangement:
         """One rank decides for all; then every rank has its place, and a store of its own."""
-        found: Arrangement | PackhorseError | None = None
+        found: Arrangement | PackhorseError | Invitation | None = None
         if world.rank == 0:
+            means.rehearsed.tell = partial(world.share, root=0)
             case_at = partial(self._make_case, means, None)
             updated = frozenset(self._stepper.groups)
             try:
@@ -213,10 +213,15 @@ class Trainer:
                 )
             except PackhorseError as error:
                 found = error
+            means.rehearsed.tell = None
         found = world.share(found, 0)
+        while isinstance(found, Invitation):  # for the first to see how long segments take when all compute
+            found.follow(means.graph, means.machine.device)
+            found = world.share(None, 0)
         if isinstance(found, PackhorseError):
             raise found
         assert found is not None
+        means.rehearsed.kept = world.share(means.rehearsed.kept, 0)
         world.arrange(found.ranks)
         name = name_of(found.ranks.data, found.ranks.pipeline, in_parts=found.wish.strategy == "relay")
         self._home = replace(self._home, name=name)
@@ -260,12 +265,7 @@ class Trainer:
             self._device,
             self._updater,
             stash,
-            Running(
-                heap,
-                partial(self._case.working_bytes, rows=self.plan.rows),
-                self._pool,
-                last=self._case.last if self.plan.is_resident else None,
-            ),
+            Running(heap, partial(self._case.working_bytes, rows=self.plan.rows), self._pool),
             seed=self.seed,
             overlap=means.overlap,
             updates_ahead=self.plan.updates_ahead,
@@ -277,9 +277,7 @@ class Trainer:
         """Freed memory goes back where more than planned would be taken; where all stays, or there is plenty, than there is."""
         planned, spare = self.plan.estimate.peak["host"], self.plan.estimate.kinds["host"].get(KEPT, 0)
         keeps = self.plan.is_resident or (limit is not None and limit > 2 * planned)
-        ceiling = planned - spare // 2  # half is enough: the rest is given back before it counts
-        if keeps:
-            ceiling = sys.maxsize if limit is None else limit
+        ceiling = limit if keeps else planned - spare // 2  # half is enough: the rest is given back before it counts
         return Heap(self._ledger, keeps=keeps, ceiling=ceiling, going=_own_bytes(self.model))
 
     def _make_case(

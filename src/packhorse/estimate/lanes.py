@@ -10,6 +10,8 @@ from packhorse.machine import Machine
 
 _LANES = {"read": "disk", "write": "disk", "up": "host to device", "down": "device to host"}  # links that share one
 
+_BESIDE = {"read": "beside disk", "write": "beside disk", "network": "beside network"}  # what takes from the cores
+
 
 class Lanes:
     """`now` is the time of the thread that computes, `debt` what others have taken from its cores since it last did."""
@@ -46,8 +48,8 @@ class Lanes:
         if not nbytes:
             return start
         self.moved[link] += nbytes
-        if link in ("read", "write"):
-            self.debt += nbytes / self.machine.kernels.get("beside disk", math.inf)
+        if link in _BESIDE:
+            self.debt += nbytes / self.machine.kernels.get(_BESIDE[link], math.inf)
         rate = self.machine.bandwidth["link" if link in ("up", "down") else link]
         return self.work(_LANES.get(link, link), start, nbytes / rate, urgent=urgent)
 

@@ -6,6 +6,7 @@ Everything returns something to wait for; nothing here waits by itself but what 
 
 import atexit
 import os
+import statistics
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -98,24 +99,30 @@ class World:
         """On its machine."""
         return os.environ.get("LOCAL_RANK", str(self.rank)) == "0"
 
-    def measure(self) -> tuple[float, float]:
-        """(bytes a second, seconds of latency) between ranks, as a ring of all of them sees it. All must call it."""
-        steps = 2 * (self.size - 1)
-        empty = self._time_sum(1, PINGS)
-        filled = self._time_sum(PROBE, 2)
-        rate = PROBE * steps / self.size / max(filled - empty, 1e-6)
-        found = self.gather_objects((rate, empty / steps))
-        return min(rate for rate, _ in found), max(latency for _, latency in found)
+    def measure(self) -> tuple[float, float, float]:
+        """Between ranks, as a ring of all of them sees it: bytes a second, seconds of latency, bytes for a second of a core.
 
-    def _time_sum(self, nbytes: int, times: int) -> float:
-        """The shortest of a few, after one that does not count."""
+        All must call it.
+        """
+        steps = 2 * (self.size - 1)
+        empty, idle = self._time_sum(1, PINGS)
+        filled, busy = self._time_sum(PROBE, 3)
+        passed = PROBE * steps / self.size
+        found = self.gather_objects(
+            (passed / max(filled - empty, 1e-6), empty / steps, passed / max(busy - idle, 1e-6))
+        )
+        rates, latencies, works = zip(*found, strict=True)
+        return min(rates), max(latencies), statistics.median(works)
+
+    def _time_sum(self, nbytes: int, times: int) -> tuple[float, float]:
+        """Seconds, and seconds of a core, of the shortest of a few, after one that does not count."""
         tensor, seconds = torch.zeros(-(-nbytes // 4), device=_find_device_type()), []
         for _ in range(1 + times):
-            started = time.perf_counter()
+            started, worked = time.perf_counter(), time.process_time()
             with self._told():
                 dist.all_reduce(tensor)
                 float(tensor[0])  # devices work ahead
-            seconds.append(time.perf_counter() - started)
+            seconds.append((time.perf_counter() - started, time.process_time() - worked))
         return min(seconds[1:])
 
     # -- along the pipeline
