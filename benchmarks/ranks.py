@@ -50,10 +50,10 @@ def make_images(name: str) -> tuple[Callable[[], Any], Any, Any]:
 
     make = {
         "alexnet": lambda: models.AlexNet(100, width=0.35),
-        "vgg16": lambda: models.VGG16(100, width=0.25),
+        "vgg16": lambda: models.VGG16(100, width=0.2),
         "resnet50": lambda: models.ResNet50(100, width=0.5),
     }[name]
-    size, rows = {"alexnet": (224, 128), "vgg16": (128, 32), "resnet50": (160, 32)}[name]
+    size, rows = {"alexnet": (224, 128), "vgg16": (128, 48), "resnet50": (160, 32)}[name]
     torch.manual_seed(1)
     return make, (torch.randn(rows, 3, size, size), torch.randint(100, (rows,))), classify
 
@@ -274,11 +274,12 @@ class Contender:
 
 
 def run(job: Job, mbit: float, size: int = 2) -> dict[str, Any]:
-    """All contenders, in turns. The most that a rank sends is what counts."""
+    """All contenders, in turns, one called `unhindered` on free links. The most that a rank sends is what counts."""
     job = dict(job)
     wanted = job.pop("contenders")
-    with shaped(size, mbit) as places:
-        contenders = {name: Contender(job, wanted[name], places, PORT + i) for i, name in enumerate(wanted)}
+    with shaped(size, mbit) as slow, shaped(size, FREE, 1) as free:
+        places = {name: free if name == "unhindered" else slow for name in wanted}
+        contenders = {name: Contender(job, wanted[name], places[name], PORT + i) for i, name in enumerate(wanted)}
         for _ in range(job["repeats"]):
             for contender in contenders.values():
                 contender.seconds.append(round(contender.time(contender.steps), 5))
@@ -296,11 +297,10 @@ def rate(nbytes: int, compute: float, share: float) -> float:
     return 8e-6 * nbytes / (compute * share / (1 - share))
 
 
-def compare(found: dict[str, Any], free: dict[str, Any]) -> None:
+def compare(found: dict[str, Any]) -> None:
     """How much of what the serial order waits for messages is hidden, and how each fares against that order."""
     medians = found["median seconds"]
-    serial, ours, unhindered = medians["serial"], medians["packhorse"], free["median seconds"]["packhorse"]
-    found["unhindered"] = unhindered
+    serial, ours, unhindered = (medians[name] for name in ("serial", "packhorse", "unhindered"))
     found["communication"] = round(1 - unhindered / serial, 3)
     found["hidden"] = round((serial - ours) / (serial - unhindered), 3)
     found["over serial"] = {name: round(serial / seconds, 3) for name, seconds in medians.items()}
@@ -311,17 +311,18 @@ def compare(found: dict[str, Any], free: dict[str, Any]) -> None:
 
 def sweep(title: str, job: Job, size: int, options: argparse.Namespace, results: dict[str, Any]) -> None:
     """Over links on which messages take a share of the serial step."""
+    ours = {"unhindered": job["contenders"]["packhorse"]}
+    job = {**job, "contenders": {**job["contenders"], **ours}}
     free = None
     for share in options.shares:
         place = f"{title}, communication {share:.0%}"
         if place in results:
             continue
         if free is None:
-            ours = {"packhorse": job["contenders"]["packhorse"]}
             free = run({**job, "contenders": ours}, FREE, size)
-            print(title, "unhindered", free["median seconds"], free["facts"], flush=True)
-        found = run(job, rate(free["facts"]["packhorse"]["sent"], free["median seconds"]["packhorse"], share), size)
-        compare(found, free)
+            print(title, free["median seconds"], free["facts"], flush=True)
+        found = run(job, rate(free["facts"]["unhindered"]["sent"], free["median seconds"]["unhindered"], share), size)
+        compare(found)
         results[place] = found
         print(place, {k: v for k, v in found.items() if k not in ("seconds", "facts")}, flush=True)
         save(options.name, results)

@@ -12,8 +12,6 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-BRIDGE = "phbridge"
-
 
 @dataclass(frozen=True)
 class Place:
@@ -46,17 +44,18 @@ def _run(command: str, *, check: bool = True) -> None:
 
 
 @contextlib.contextmanager
-def shaped(count: int, mbit: float) -> Iterator[list[Place]]:
-    """`mbit`: of every link, in megabits a second."""
-    places = [Place(f"ph{i}", f"10.77.0.{i + 1}") for i in range(count)]
-    remove(count)
+def shaped(count: int, mbit: float, number: int = 0) -> Iterator[list[Place]]:
+    """`mbit`: of every link, in megabits a second; `number`: of this network, where there are several at a time."""
+    places = [Place(f"ph{number}-{i}", f"10.77.{number}.{i + 1}") for i in range(count)]
+    bridge = f"phbridge{number}"
+    remove(count, number)
     try:
-        _run(f"ip link add {BRIDGE} type bridge")
-        _run(f"ip link set {BRIDGE} up")
+        _run(f"ip link add {bridge} type bridge")
+        _run(f"ip link set {bridge} up")
         for i, place in enumerate(places):
             _run(f"ip netns add {place.name}")
-            _run(f"ip link add phlink{i} type veth peer name {place.interface} netns {place.name}")
-            _run(f"ip link set phlink{i} master {BRIDGE} up")
+            _run(f"ip link add phlink{number}-{i} type veth peer name {place.interface} netns {place.name}")
+            _run(f"ip link set phlink{number}-{i} master {bridge} up")
             inside = f"ip netns exec {place.name}"
             _run(f"{inside} ip addr add {place.address}/24 dev {place.interface}")
             _run(f"{inside} ip link set {place.interface} up")
@@ -65,12 +64,12 @@ def shaped(count: int, mbit: float) -> Iterator[list[Place]]:
             _run(f"{inside} tc qdisc add dev {place.interface} root {limits}")
         yield places
     finally:
-        remove(count)
+        remove(count, number)
 
 
-def remove(count: int) -> None:
+def remove(count: int, number: int) -> None:
     """What an earlier run may have left, too."""
     for i in range(count):
-        _run(f"ip netns del ph{i}", check=False)
-        _run(f"ip link del phlink{i}", check=False)
-    _run(f"ip link del {BRIDGE}", check=False)
+        _run(f"ip netns del ph{number}-{i}", check=False)
+        _run(f"ip link del phlink{number}-{i}", check=False)
+    _run(f"ip link del phbridge{number}", check=False)

@@ -446,7 +446,7 @@ class Executor:
         gradient = task.sums.get((block.name, s))
         if gradient is not None:
             gradient.bring_home()
-            if gradient.is_home and not task.deferred:  # else the update asks, when it is
+            if gradient.is_home and not task.deferred and self.others is None:  # else the update asks, when it is
                 gradient.refuse_non_finite()
             del task.sums[block.name, s]
         return gradient

@@ -19,7 +19,7 @@ def find_momenta(graph: Graph) -> dict[str, float]:
     """For each buffer that training writes: how much of a microbatch's statistic it takes; of counts 0, they only grow."""
     found: dict[str, float] = {}
     written = {name for name, buffer in graph.buffers.items() if buffer.written}
-    read = {graph.values[o].name for n in graph.nodes for i, o in enumerate(n.operands) if i not in n.operation.writes}
+    read = _find_read(graph)
     for node in graph.nodes:
         operation = node.operation
         touched = [graph.values[node.operands[i]] for i in operation.writes]
@@ -38,6 +38,17 @@ def find_momenta(graph: Graph) -> dict[str, float]:
             else:
                 found[value.name] = 0.0
     return found
+
+
+def _find_read(graph: Graph) -> set[str]:
+    """Buffers that something reads, as they are or as what a write to them made of them; writes themselves do not count."""
+    names = {i: value.name for i, value in enumerate(graph.values) if value.kind == "buffer"}
+    read: set[str] = set()
+    for node in graph.nodes:
+        names.update({result: names[operand] for result, operand in node.aliases if operand in names})
+        others = [o for i, o in enumerate(node.operands) if i not in node.operation.writes]
+        read.update(names[operand] for operand in others if operand in names)
+    return read
 
 
 def add_up(before: Tensor, found: Sequence[Tensor], counts: Sequence[int], kept: Tensor) -> Tensor:
