@@ -115,12 +115,12 @@ class Exchange:
             for loss in results.values():
                 total = total + loss.float().cpu() * microbatch.share
         task.loss = total
-        work = self.world.sum_over_all(task.loss, "telling all ranks the loss")
-        self.losses = self._waiting.submit(partial(self._hear_losses, task, work))
+        work = self.world.sum_over_all(total, "telling all ranks the loss")
+        self.losses = self._waiting.submit(partial(self._hear_losses, task, total, work))
 
-    def _hear_losses(self, task: Task, work: Work) -> None:
+    def _hear_losses(self, task: Task, total: Tensor, work: Work) -> None:
         work.wait()
-        if not task.training or bool(torch.isfinite(task.loss)):  # type: ignore[arg-type]  # it is there
+        if not task.training or bool(torch.isfinite(total)):
             return
         task.refuse_non_finite_losses()
         raise NumericsError(
