@@ -19,7 +19,7 @@ from packhorse.ranks.links import Links
 from packhorse.ranks.shape import Ranks
 from packhorse.ranks.stages import assign, cut_into_stages
 from packhorse.rehearse import Rehearsed
-from packhorse.search import REHEARSALS, CaseOf, Wish, choose_with, is_worth_running, make_cases
+from packhorse.search import REHEARSALS, CaseOf, Wish, choose_with, make_cases, run_beforehand
 
 MOST_AHEAD = 3  # microbatches that may hide the time of a message
 MOST_STAGES = 32
@@ -90,9 +90,7 @@ def arrange(
     best = way.find_best(wish, size, ranks)
     for _ in range(REHEARSALS):
         _, case, plan = best
-        if not is_worth_running(case, plan, memory, machine):
-            break
-        if not case.rehearse(plan.rows, machine, resident=plan.is_resident):
+        if not run_beforehand(case, plan, memory, machine):
             break
         best = way.find_best(wish, size, ranks)
     return best

@@ -195,11 +195,16 @@ class Case:
             self._footprints[key] = find_footprint(segment, rows)
         return self._footprints[key]
 
-    def working_bytes(self, segment: Segment, building: bool, *, rows: int) -> int | None:
-        """What running a segment of this partition takes at most, the sums of its gradients included; of others None."""
+    def working_bytes(self, segment: Segment, building: bool, *, rows: int, resident: bool) -> int | None:
+        """What running a segment of this partition takes at most, the sums of its gradients included; of others None.
+
+        Where graphs stay (`resident`) it takes what the microbatch before has left there.
+        """
         if segment.index >= len(self.partition.segments) or self.partition.segments[segment.index] is not segment:
             return None
         footprint = self.footprint(segment.index, rows)
+        if resident:
+            return 0
         if not building:
             return footprint.forward
         return max(footprint.building, footprint.backward) + self.gradient_bytes(segment.index, rebuilt=False)
@@ -217,11 +222,13 @@ class Case:
             self._prices[key] = self.rehearsed.refine(kind, rows, resident, priced) if machine.is_here else priced
         return self._prices[key]
 
-    def rehearse(self, rows: int, machine: Machine, *, resident: bool) -> bool:
-        """Runs segments of every kind for so many rows. False: all that could be learned is known."""
+    def rehearse(self, rows: int, machine: Machine, *, resident: bool, room: int) -> bool:
+        """Runs segments of every kind for so many rows, in so many bytes. False: all that could be learned is known."""
         if self.stepper is not None and self.rehearsed.update is None:
             self.rehearsed.update = self.stepper.measure()
-        return self.rehearsed.learn(self._think_of_all(rows, machine, resident), rows, resident, machine.device)
+        likely = self._think_of_all(rows, machine, resident)
+        own = room // self.ranks.size if self.ranks.pipeline == 1 else 0  # a stage is not all of them
+        return self.rehearsed.learn(likely, rows, resident, machine.device, own)
 
     def rehearsal_bytes(self, rows: int, machine: Machine, *, resident: bool) -> int:
         """What that takes, in a process of its own, beside the process itself."""

@@ -40,7 +40,7 @@ TWINS = 2  # of each kind, at most, that take part: the second finds memory as t
 MICROBATCHES = 2
 ROUNDS = 4  # as many of them as begin within `PATIENCE`: the speed of a shared machine changes from second to second
 PATIENCE = 8.0  # seconds
-LET_KEEP = 0.85  # of what malloc keeps where graphs stay; in a step more of it finds another use
+LONGEST = 16.0  # seconds that running all segments may take; else a few of each kind stand for the others
 
 
 @dataclass(frozen=True)
@@ -87,21 +87,21 @@ class Rehearsed:
     def __len__(self) -> int:
         return len(self.found)
 
-    def learn(self, likely: Sequence[Likely], rows: int, resident: bool, device: str) -> bool:
-        """Runs segments, of which something is likely. False: there was nothing to learn."""
+    def learn(self, likely: Sequence[Likely], rows: int, resident: bool, device: str, room: int) -> bool:
+        """Runs segments, of which something is likely, in so many bytes. False: there was nothing to learn."""
         key = (rows, resident)
         new = any((entry.kind, *key) not in self.found for entry in likely)
         if key in self.tried or not new:
             return False
         self.tried.add(key)
-        chosen = _choose(likely)
+        chosen = _choose(likely, resident, room)
         if self.tell is not None:
             self.tell(Invitation([(s.index, s.start, s.stop) for s in (e.segment for e in chosen)], rows, resident))
         prices, grown = rehearse([entry.segment for entry in chosen], rows, resident, device)
         ran = [(entry, price) for entry, price in zip(chosen, prices, strict=True) if price is not None]
-        backward = {entry.kind: price for entry, price in reversed(ran)}
-        for entry, price in ran:  # of twins, in each direction, the one that ran last
-            other, rated = backward[entry.kind], entry.price
+        forward, backward = _average(ran), _average(ran[::-1])
+        for entry, _ in ran:
+            price, other, rated = forward[entry.kind], backward[entry.kind], entry.price
             if resident:
                 building, rebuilding = price.building, price.building * rated.rebuilding / rated.building
             else:
@@ -109,8 +109,10 @@ class Rehearsed:
             measured = other._replace(forward=price.forward, building=building, rebuilding=rebuilding)
             self.found[entry.kind, rows, resident] = (measured, rated)
         if grown is not None and None not in prices:
-            kept = max(grown - _add_up(chosen, resident), 0)
-            self.kept[key] = int(LET_KEEP * kept) if resident else kept
+            reckoned = _add_up(chosen, resident)
+            # Where graphs stay, what is kept grows with them.
+            scale = _add_up(likely, resident) / max(reckoned, 1) if resident else 1.0
+            self.kept[key] = int(scale * max(grown - reckoned, 0))
         return any(price is not None for price in prices)
 
     def kept_bytes(self, rows: int, resident: bool) -> int | None:
@@ -129,7 +131,23 @@ class Rehearsed:
         return Price(*(p * m / q if q else p for p, m, q in zip(priced, measured, likely, strict=True)))
 
 
-def _choose(likely: Sequence[Likely]) -> list[Likely]:
+def _average(ran: Sequence[tuple[Likely, Price]]) -> dict[Any, Price]:
+    """Of each kind, in the order in which they ran: without the first, which finds no memory that a twin has left."""
+    prices: defaultdict[Any, list[Price]] = defaultdict(list)
+    for entry, price in ran:
+        prices[entry.kind].append(price)
+    return {kind: Price(*map(statistics.fmean, zip(*(some[1:] or some), strict=True))) for kind, some in prices.items()}
+
+
+def _choose(likely: Sequence[Likely], resident: bool, room: int) -> Sequence[Likely]:
+    """All, where what malloc keeps depends on all that stays, if there is time and room; else a few of each kind."""
+    seconds = (1 + MICROBATCHES) * sum(entry.price.building + entry.price.backward for entry in likely)
+    if resident and seconds <= LONGEST and _need(likely, resident) <= room:
+        return likely
+    return _choose_twins(likely)
+
+
+def _choose_twins(likely: Sequence[Likely]) -> list[Likely]:
     """In order, no more than a few of each kind."""
     seen: Counter[Any] = Counter()
     chosen = []
@@ -141,8 +159,12 @@ def _choose(likely: Sequence[Likely]) -> list[Likely]:
 
 
 def reckon(likely: Sequence[Likely], resident: bool) -> int:
-    """Bytes that a rehearsal needs: all that take part have their parameters in memory."""
-    chosen = _choose(likely)
+    """Bytes that a rehearsal needs at least."""
+    return _need(_choose_twins(likely), resident)
+
+
+def _need(chosen: Sequence[Likely], resident: bool) -> int:
+    """All that take part have their parameters in memory."""
     return sum(entry.segment.parameter_nbytes for entry in chosen) + _add_up(chosen, resident)
 
 

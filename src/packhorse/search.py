@@ -101,10 +101,8 @@ def choose(
     cases = _Remembered(make_cases(graph, case_of, wish))
     case, plan = choose_with(cases, wish, memory, machine, rehearsed, explain=explain)
     for _ in range(REHEARSALS):
-        if plan.ranks.size > 1 or not is_worth_running(case, plan, memory, machine):
+        if plan.ranks.size > 1 or not run_beforehand(case, plan, memory, machine):
             break  # ranks that do it at once would measure each other
-        if not case.rehearse(plan.rows, machine, resident=plan.is_resident):
-            break
         try:
             case, plan = choose_with(cases, wish, memory, machine, rehearsed, explain=False)
         except BudgetError:
@@ -113,14 +111,14 @@ def choose(
     return case, plan
 
 
-def is_worth_running(case: Case, plan: Plan, memory: Memory, machine: Machine) -> bool:
-    """Its segments, beforehand, in a process of their own: not for short steps, and not where there is no room for it."""
+def run_beforehand(case: Case, plan: Plan, memory: Memory, machine: Machine) -> bool:
+    """Runs segments, in a process of their own: not for short steps, nor without room. False: nothing was learned by it."""
     if not machine.is_here or plan.estimate.seconds < LONG:
         return False
-    needed = TYPICAL
+    room, needed = min(_find_limits(case, memory, machine)["host"], available_bytes()) - TYPICAL, 0
     if machine.device == "cpu":
-        needed += case.rehearsal_bytes(plan.rows, machine, resident=plan.is_resident)
-    return needed <= min(_find_limits(case, memory, machine)["host"], available_bytes())
+        needed = case.rehearsal_bytes(plan.rows, machine, resident=plan.is_resident)
+    return needed <= room and case.rehearse(plan.rows, machine, resident=plan.is_resident, room=room)
 
 
 def make_cases(graph: Graph, case_of: CaseOf, wish: Wish) -> Iterator[Case]:

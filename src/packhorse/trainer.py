@@ -42,7 +42,7 @@ from packhorse.rehearse import Invitation, Rehearsed
 from packhorse.run import Home, Run, open_run
 from packhorse.running import Running
 from packhorse.schedule import check
-from packhorse.search import Wish, choose
+from packhorse.search import UNLIMITED, Wish, choose
 from packhorse.state import ModelState, StateDict
 from packhorse.store import DiskStore, Journal, RamStore, Stash, Store
 from packhorse.store.disk import Durability, check_durability
@@ -53,6 +53,7 @@ from packhorse.update import Updater
 
 logger = logging.getLogger("packhorse")
 
+DRIFT = 1.02  # from step to step, where freed memory stays
 _open: "weakref.WeakSet[Trainer]" = weakref.WeakSet()
 
 
@@ -260,12 +261,13 @@ class Trainer:
         self._updater = Updater(self._store, self._stepper, self._state.small)
         open_run(self._run, self._home, self._state, self._pool, self.model, resume=resume, weights=weights)
         stash = Stash(self._ledger, self._store, self.plan.stash_bytes)
+        find_need = partial(self._case.working_bytes, rows=self.plan.rows, resident=self.plan.is_resident)
         self._executor = Executor(
             self._state,
             self._device,
             self._updater,
             stash,
-            Running(heap, partial(self._case.working_bytes, rows=self.plan.rows), self._pool),
+            Running(heap, find_need, self._pool),
             seed=self.seed,
             overlap=means.overlap,
             updates_ahead=self.plan.updates_ahead,
@@ -274,10 +276,14 @@ class Trainer:
             self._executor.connect(Exchange(self._executor, self._world, self._case.links, self._pool))
 
     def _make_heap(self, limit: int | None) -> Heap:
-        """Freed memory goes back where more than planned would be taken; where all stays, or there is plenty, than there is."""
+        """Freed memory goes back where more than planned would be taken, or, where there is plenty, than there is."""
         planned, spare = self.plan.estimate.peak["host"], self.plan.estimate.kinds["host"].get(KEPT, 0)
-        keeps = self.plan.is_resident or (limit is not None and limit > 2 * planned)
-        ceiling = limit if keeps else planned - spare // 2  # half is enough: the rest is given back before it counts
+        keeps = self.plan.is_resident
+        ceiling = planned - spare // 2  # half is enough: the rest is given back before it counts
+        if keeps:
+            ceiling = min(int(DRIFT * planned), limit or UNLIMITED)
+        elif limit is not None and limit > 2 * planned:
+            keeps, ceiling = True, limit
         return Heap(self._ledger, keeps=keeps, ceiling=ceiling, going=_own_bytes(self.model))
 
     def _make_case(
