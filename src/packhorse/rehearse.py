@@ -40,6 +40,7 @@ TWINS = 2  # of each kind, at most, that take part: the second finds memory as t
 MICROBATCHES = 2
 ROUNDS = 4  # as many of them as begin within `PATIENCE`: the speed of a shared machine changes from second to second
 PATIENCE = 8.0  # seconds
+LET_KEEP = 0.85  # of what malloc keeps where graphs stay: what it keeps beyond that is given back (`trainer.DRIFT`)
 LONGEST = 16.0  # seconds that running all segments may take; else a few of each kind stand for the others
 
 
@@ -111,7 +112,7 @@ class Rehearsed:
         if grown is not None and None not in prices:
             reckoned = _add_up(chosen, resident)
             # Where graphs stay, what is kept grows with them.
-            scale = _add_up(likely, resident) / max(reckoned, 1) if resident else 1.0
+            scale = LET_KEEP * _add_up(likely, resident) / max(reckoned, 1) if resident else 1.0
             self.kept[key] = int(scale * max(grown - reckoned, 0))
         return any(price is not None for price in prices)
 

@@ -55,7 +55,7 @@ class Walk:
         self.ready: dict[int, float] = {}  # segment -> when its parameters are there
         self.arrivals: dict[tuple[str, int, int], float] = {}  # what was restored, and when it is there
         self.used: dict[tuple[int, int], list[tuple[Tier, str, int]]] = {}  # goes when compute is done
-        self.stash: dict[tuple[str, str, int], tuple[int, bool]] = {}  # bytes, and whether on disk
+        self.stash: dict[tuple[str, str, int], tuple[int, bool, int]] = {}  # bytes, whether on disk, and of host memory
         self.in_memory = 0  # of the stash
         self.sums: dict[int, int] = {}  # segment -> bytes of its gradients
         self.remaining: dict[tuple[str, int], int] = {}  # uses of a value that are to come
@@ -208,20 +208,22 @@ class Walk:
     # -- the stash
 
     def _stash(self, s: int, k: int) -> None:
+        shared = self.lanes.on_cpu and self._keeps(s)  # the graph has it too
         for name in self.case.crossing[s][0]:
             self.remaining[name, k] = self.uses[name]
-            self._put(("value", name, k), int(self.case.bytes_of(name, self.choices.rows) * self.choices.times))
+            nbytes = int(self.case.bytes_of(name, self.choices.rows) * self.choices.times)
+            self._put(("value", name, k), nbytes, shared=shared)
 
     def _stashg(self, s: int, k: int) -> None:
         for name in self.case.crossing[s][2]:
             self._put(("gradient", name, k), int(self.case.bytes_of(name, self.choices.rows) * self.choices.times))
 
-    def _put(self, key: tuple[str, str, int], nbytes: int) -> None:
+    def _put(self, key: tuple[str, str, int], nbytes: int, *, shared: bool = False) -> None:
         lanes, tally = self.lanes, self.tally
         moment = lanes.take_home(lanes.now, nbytes)
         lasts = key[0] == "gradient" and self.case.rolls and self.case.update == "eager"
         on_disk = self.case.on_disk and (lasts or self.in_memory + nbytes > self.choices.stash_bytes)
-        self.stash[key] = (nbytes, on_disk)
+        self.stash[key] = (nbytes, on_disk, counted := 0 if shared else nbytes)
         if on_disk:
             lanes.now += lanes.fill(nbytes)
             tally.add("disk", "stash", nbytes)
@@ -229,7 +231,7 @@ class Walk:
             tally.add("host", "stash", waiting)
             tally.later(lanes.move("write", moment, nbytes), "host", "stash", waiting)
         else:
-            tally.add("host", "stash", nbytes)
+            tally.add("host", "stash", counted)
             self.in_memory += nbytes
 
     def _restore(self, s: int, k: int) -> None:
@@ -247,7 +249,7 @@ class Walk:
 
     def _get(self, what: str, key: tuple[str, str, int], s: int, k: int, *, last: bool) -> None:
         lanes, tally = self.lanes, self.tally
-        nbytes, on_disk = self.stash[key]
+        nbytes, on_disk, counted = self.stash[key]
         used = self.used.setdefault((s, k), [])
         one = int(nbytes / self.choices.times)  # of those it stands for, one is in use at a time
         start = lanes.now
@@ -258,7 +260,7 @@ class Walk:
             used.append(("host", "restored", one))
         elif last:
             self.in_memory -= nbytes
-            used.append(("host", "stash", nbytes))
+            used.append(("host", "stash", counted))
         if last:
             del self.stash[key]
             if on_disk:
