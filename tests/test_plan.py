@@ -276,7 +276,7 @@ MOVING = ("weights", "gradients", "graphs", "stash")
 
 def test_what_a_kept_graph_and_the_stash_share_counts_once(graph: ph.Graph, machine: ph.Machine) -> None:
     plan = ph.make_plan(graph, machine, strategy="relay", microbatches=2, on_disk=False, memory="8GB")
-    boundary = 16 * 64 * 256 * 4  # rows, tokens, width, bytes: the gradients at one of them, of values at all of them nothing
+    boundary = 16 * 64 * 256 * 4  # rows, tokens, width, bytes: gradients wait at one of them, values at none
     assert plan.kept and plan.estimate.kinds["host"]["stash"] == boundary
     device = ph.make_plan(graph, "v100-16gb", strategy="relay", microbatches=2, memory=ph.Memory(device="2GB"))
     assert device.kept and device.estimate.kinds["host"]["stash"] > boundary  # there it is a copy
