@@ -275,7 +275,7 @@ class _Search:
             parks=case.layout.parks() | (case.links.waits if case.links is not None else frozenset()),
             ranks=case.ranks,
             piece_bytes=piece_bytes,
-            pieces=case.find_pieces(piece_bytes),
+            pieces=case.find_pieces(piece_bytes) if case.ranks.data > 1 else (),
             pace=pace,
             overlap=wish.overlap,
             casts=case.casts,
