@@ -195,16 +195,16 @@ class Case:
             self._footprints[key] = find_footprint(segment, rows)
         return self._footprints[key]
 
-    def working_bytes(self, segment: Segment, building: bool, *, rows: int, resident: bool) -> int | None:
+    def working_bytes(self, segment: Segment, building: bool, *, rows: int, reuses: bool) -> int | None:
         """What running a segment of this partition takes at most, the sums of its gradients included; of others None.
 
-        Where graphs stay (`resident`) it takes what the microbatch before has left there.
+        Nothing, if it `reuses` what the microbatch before has left there.
         """
         if segment.index >= len(self.partition.segments) or self.partition.segments[segment.index] is not segment:
             return None
-        footprint = self.footprint(segment.index, rows)
-        if resident:
+        if reuses:
             return 0
+        footprint = self.footprint(segment.index, rows)
         if not building:
             return footprint.forward
         return max(footprint.building, footprint.backward) + self.gradient_bytes(segment.index, rebuilt=False)

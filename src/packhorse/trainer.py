@@ -42,7 +42,7 @@ from packhorse.rehearse import Invitation, Rehearsed
 from packhorse.run import Home, Run, open_run
 from packhorse.running import Running
 from packhorse.schedule import check
-from packhorse.search import UNLIMITED, Wish, choose
+from packhorse.search import Wish, choose
 from packhorse.state import ModelState, StateDict
 from packhorse.store import DiskStore, Journal, RamStore, Stash, Store
 from packhorse.store.disk import Durability, check_durability
@@ -261,7 +261,8 @@ class Trainer:
         self._updater = Updater(self._store, self._stepper, self._state.small)
         open_run(self._run, self._home, self._state, self._pool, self.model, resume=resume, weights=weights)
         stash = Stash(self._ledger, self._store, self.plan.stash_bytes)
-        find_need = partial(self._case.working_bytes, rows=self.plan.rows, resident=self.plan.is_resident)
+        reuses = self.plan.is_resident and means.budget.limit("host") is None  # with a budget nothing is left to luck
+        find_need = partial(self._case.working_bytes, rows=self.plan.rows, reuses=reuses)
         self._executor = Executor(
             self._state,
             self._device,
@@ -281,7 +282,7 @@ class Trainer:
         keeps = self.plan.is_resident
         ceiling = planned - spare // 2  # half is enough: the rest is given back before it counts
         if keeps:
-            ceiling = min(int(DRIFT * planned), limit or UNLIMITED)
+            ceiling = limit or int(DRIFT * planned)
         elif limit is not None and limit > 2 * planned:
             keeps, ceiling = True, limit
         return Heap(self._ledger, keeps=keeps, ceiling=ceiling, going=_own_bytes(self.model))
