@@ -79,6 +79,28 @@ def test_what_comes_next_needs_no_new_room_for_what_it_uses_again(
     assert trims == [190 * MB] * 2
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_what_others_take_between_steps_makes_nobody_give_back(
+    strict: bool, resident: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heap, trims = Heap(Ledger(), keeps=True, ceiling=200 * MB, strict=strict), []
+    monkeypatch.setattr(heap, "_trim", lambda _: trims.append(resident[0]))
+    resident[0] = 190 * MB
+    heap.leave()
+    resident[0] = 290 * MB  # another model, beside this one
+    heap.enter()
+    resident[0] = 300 * MB
+    heap.tidy(needed=0)
+    assert trims == ([300 * MB] if strict else [])
+    resident[0] = 301 * MB
+    heap.tidy(needed=0)
+    assert trims[-1:] == [301 * MB]
+    heap.leave()
+    resident[0] = 150 * MB  # it is gone, and more than that: no credit for what was there before
+    heap.enter()
+    assert heap.ceiling == 200 * MB
+
+
 @pytest.mark.parametrize("room", [True, False])
 def test_buffers_wait_while_there_is_room(room: bool) -> None:
     pool = Pool(Ledger())

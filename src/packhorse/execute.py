@@ -127,6 +127,7 @@ class Executor:
     def run(self, task: Task) -> Task:
         """The one loop."""
         program = task.program
+        self.running.heap.enter()
         task.values = [dict(m.inputs) for m in task.microbatches]
         task.gradients = [{} for _ in task.microbatches]
         task.results = [{} for _ in task.microbatches]
@@ -161,6 +162,7 @@ class Executor:
         self.state.buffers.update({name: self._bring_home(buffer) for name, buffer in task.buffers.items()})
         for results in task.results:
             results.update({name: self._bring_home(result) for name, result in results.items()})
+        self.running.heap.leave()
         return task
 
     def drain(self) -> None:

@@ -283,16 +283,35 @@ class Heap:
     fifth of the time of a step on two cores. Kept, pieces of many sizes take up to twice the memory. Small pieces are kept
     in any case, and add up over many segments; `tidy`, asked often, gives back what lies idle when memory has grown so much
     that what comes next would take the process above `ceiling`, the peak that was planned; None: it never does. Of what the
-    process has now, `going` bytes are not its own: the model as it was given, before it goes to the store.
+    process has now, `going` bytes are not its own: the model as it was given, before it goes to the store. What others in the
+    process take between steps does not count, unless the ceiling is the user's own limit, `strict`.
     """
 
-    def __init__(self, ledger: Ledger, *, keeps: bool, ceiling: int | None = 0, going: int = 0):
-        self.ledger, self.keeps, self.ceiling = ledger, keeps, ceiling
+    def __init__(self, ledger: Ledger, *, keeps: bool, ceiling: int | None = 0, going: int = 0, strict: bool = False):
+        self.ledger, self.keeps, self._ceiling, self.strict = ledger, keeps, ceiling, strict
+        self._others = 0
+        self._left: int | None = None  # what was not counted when the last step ended
         self._base = self._floor = self._uncounted_bytes() - going
         self._trim, set_option = _find_in_libc("malloc_trim"), _find_in_libc("mallopt")
         if set_option is not None:
             set_option(_MMAP_THRESHOLD, LARGEST if keeps else LARGE)
             set_option(_TRIM_THRESHOLD, (1 << 31) - 1 if keeps else KEPT_ON_TOP)
+
+    @property
+    def ceiling(self) -> int | None:
+        return None if self._ceiling is None else self._ceiling + self._others
+
+    def enter(self) -> None:
+        """Before a step: what has come since the last one is somebody else's, and no less needed for it."""
+        if self.strict or self._left is None:
+            return
+        others = max(self._others + self._uncounted_bytes() - self._left, 0)
+        grown, self._others = others - self._others, others
+        self._base, self._floor = self._base + grown, self._floor + grown
+
+    def leave(self) -> None:
+        """After a step."""
+        self._left = self._uncounted_bytes()
 
     def tidy(self, reusable: int = 0, *, needed: int | None = None, computing: bool = False) -> None:
         """Gives back what lies idle, if what is `needed` next finds no room beside it; where that is not known, in any case.

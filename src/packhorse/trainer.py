@@ -275,6 +275,7 @@ class Trainer:
         )
         if self._world is not None and self._case.links is not None:
             self._executor.connect(Exchange(self._executor, self._world, self._case.links, self._pool))
+        heap.leave()
 
     def _make_heap(self, limit: int | None) -> Heap:
         """Freed memory goes back where more than planned would be taken, or, where there is plenty, than there is."""
@@ -285,7 +286,7 @@ class Trainer:
             ceiling = limit or int(DRIFT * planned)
         elif limit is not None and limit > 2 * planned:
             keeps, ceiling = True, limit
-        return Heap(self._ledger, keeps=keeps, ceiling=ceiling, going=_own_bytes(self.model))
+        return Heap(self._ledger, keeps=keeps, ceiling=ceiling, going=_own_bytes(self.model), strict=limit is not None)
 
     def _make_case(
         self, means: "_Means", versions: int | None, part: Partition, wish: Wish, links: Links | None
