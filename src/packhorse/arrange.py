@@ -55,13 +55,13 @@ class Arrangement:
         return make
 
 
-def lay_out(graph: Graph, wish: Wish, ranks: Ranks) -> Arrangement:
-    """With cuts between the stages of a pipeline beside those between blocks."""
+def lay_out(graph: Graph, wish: Wish, ranks: Ranks, *, by_block: bool) -> Arrangement:
+    """With cuts between the stages of a pipeline, and, `by_block`, those between blocks beside them."""
     if ranks.pipeline == 1:
         return Arrangement(replace(wish, ranks=ranks))
     stage_cuts = cut_into_stages(graph, ranks)
-    within = [place.index for place in partition(graph).cuts] if wish.cuts is None else wish.cuts
-    cuts = tuple(sorted({*within, *stage_cuts}))
+    blocks = [place.index for place in partition(graph).cuts] if by_block else []
+    cuts = tuple(sorted({*(blocks if wish.cuts is None else wish.cuts), *stage_cuts}))
     return Arrangement(replace(wish, cuts=cuts, ranks=ranks, strategy="pipeline"), stage_cuts)
 
 
@@ -130,8 +130,19 @@ class _Way:
         raise self._refuse(refusals)
 
     def plan(self, wish: Wish, ranks: Ranks, *, explain: bool) -> tuple[Arrangement, Case, Plan]:
-        """Of the first rank."""
-        found = lay_out(self.graph, wish, ranks)
+        """Of the first rank. Where nothing waits for a block by itself, a stage is one segment: less to begin and to end.
+
+        It holds the gradients of all its blocks beside their sums, so where that is too much, blocks are segments again.
+        """
+        if ranks.pipeline > 1 and ranks.data == 1 and not ranks.group:
+            try:
+                return self._plan(wish, ranks, by_block=False, explain=False)
+            except BudgetError:
+                pass
+        return self._plan(wish, ranks, by_block=True, explain=explain)
+
+    def _plan(self, wish: Wish, ranks: Ranks, *, by_block: bool, explain: bool) -> tuple[Arrangement, Case, Plan]:
+        found = lay_out(self.graph, wish, ranks, by_block=by_block)
         case_of = found.case_of(self.case_at, 0, self.updated)
         cases = make_cases(self.graph, case_of, found.wish)
         return found, *choose_with(cases, found.wish, self.memory, self.machine, self.rehearsed, explain=explain)

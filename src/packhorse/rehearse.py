@@ -80,7 +80,7 @@ class Rehearsed:
     found: dict[tuple[Any, int, bool], tuple[Price, Price]] = field(default_factory=dict)  # kind, rows, resident
     update: float | None = None  # seconds an element
     kept: dict[tuple[int, bool], int] = field(default_factory=dict)  # bytes that malloc and kernels kept for themselves
-    tried: set[tuple[int, bool]] = field(default_factory=set)
+    tried: set[tuple[int, bool, frozenset[Any]]] = field(default_factory=set)
     tell: "Callable[[Invitation], object] | None" = (
         None  # others on this machine, who will compute at the same time too
     )
@@ -91,10 +91,10 @@ class Rehearsed:
     def learn(self, likely: Sequence[Likely], rows: int, resident: bool, device: str, room: int) -> bool:
         """Runs segments, of which something is likely, in so many bytes. False: there was nothing to learn."""
         key = (rows, resident)
-        new = any((entry.kind, *key) not in self.found for entry in likely)
-        if key in self.tried or not new:
+        new = frozenset(entry.kind for entry in likely if (entry.kind, *key) not in self.found)
+        if not new or (*key, new) in self.tried:
             return False
-        self.tried.add(key)
+        self.tried.add((*key, new))
         chosen = _choose(likely, resident, room)
         if self.tell is not None:
             self.tell(Invitation([(s.index, s.start, s.stop) for s in (e.segment for e in chosen)], rows, resident))
