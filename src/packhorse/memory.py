@@ -319,12 +319,13 @@ class Heap:
         Of what lies idle, so much is `reusable` for what comes next. While something is `computing`, what it uses looks idle
         too, so what is left then is no measure for the next time.
         """
-        idle = self._uncounted_bytes() - self._floor
+        resident = resident_bytes()
+        idle = resident - self.ledger.total("host") - self._floor
         if self._trim is None or self.ceiling is None or idle <= WORTHWHILE:
             return
         if needed is None and self.keeps:
             needed = 0
-        if idle <= LEEWAY + reusable if needed is None else self.has_room(needed - min(reusable, idle)):
+        if idle <= LEEWAY + reusable if needed is None else self._has_room(resident, needed - min(reusable, idle)):
             return
         self._trim(0)
         if not computing:  # rising slowly: an update that is about to end may hold what no longer counts
@@ -332,7 +333,10 @@ class Heap:
 
     def has_room(self, nbytes: int) -> bool:
         """Below the peak that was planned."""
-        return self.ceiling is None or resident_bytes() + max(nbytes, 0) <= self.ceiling
+        return self._has_room(resident_bytes(), nbytes)
+
+    def _has_room(self, resident: int, nbytes: int) -> bool:
+        return self.ceiling is None or resident + max(nbytes, 0) <= self.ceiling
 
     def _uncounted_bytes(self) -> int:
         """What the process has beside the tensors that are counted: code, records, and what malloc keeps."""
