@@ -36,6 +36,7 @@ class Way:
 
 TWO, MEMORY, THREE = ("layers.2",), ("layers.0",), ("layers.0", "layers.1")
 SIX = tuple(f"layers.{i}" for i in range(5))
+LENGTH = 32  # word pieces of a sentence
 
 EMNIST: dict[str, Way] = {
     "conventional": Way(),
@@ -72,13 +73,13 @@ def make_mlp(times: int = 1, device: str = "cpu") -> Any:
 
 
 def make_convolutions() -> Any:
-    """Six convolutions and a linear layer: 10 classes of 32 x 32 images."""
+    """Six convolutions, small enough for many runs, and a linear layer: 10 classes of 32 x 32 images."""
     from torch import nn
 
     def block(a: int, b: int, stride: int) -> Any:
         return nn.Sequential(nn.Conv2d(a, b, 3, stride, 1, bias=False), nn.BatchNorm2d(b), nn.ReLU())
 
-    widths = [(3, 32, 1), (32, 32, 2), (32, 64, 1), (64, 64, 2), (64, 128, 1), (128, 128, 2)]
+    widths = [(3, 32, 2), (32, 32, 1), (32, 64, 2), (64, 64, 1), (64, 128, 2), (128, 128, 1)]
     return nn.Sequential(*(block(*w) for w in widths), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(512, 10))
 
 
@@ -87,15 +88,15 @@ def make_transformer(vocabulary: int) -> Any:
     from torch import Tensor, nn
 
     class Transformer(nn.Module):
-        """Four layers of width 128; padding takes no part."""
+        """Four layers of width 64; padding takes no part."""
 
         def __init__(self) -> None:
             super().__init__()
-            self.words, self.places = nn.Embedding(vocabulary, 128), nn.Parameter(0.02 * torch.randn(48, 128))
+            self.words, self.places = nn.Embedding(vocabulary, 64), nn.Parameter(0.02 * torch.randn(LENGTH, 64))
             self.blocks = nn.ModuleList(
-                nn.TransformerEncoderLayer(128, 4, 256, 0.1, batch_first=True, norm_first=True) for _ in range(4)
+                nn.TransformerEncoderLayer(64, 4, 128, 0.1, batch_first=True, norm_first=True) for _ in range(4)
             )
-            self.head = nn.Linear(128, 2)
+            self.head = nn.Linear(64, 2)
 
         def forward(self, tokens: Tensor) -> Tensor:
             padding = tokens == 0
@@ -121,7 +122,7 @@ def load_task(task: str) -> tuple[Any, Any, Any, int]:
         return *datasets.load_emnist(), make_mlp, 26
     if task == "cifar":
         return *datasets.load_cifar(), make_convolutions, 10
-    train, test, vocabulary = datasets.load_sst2()
+    train, test, vocabulary = datasets.load_sst2(LENGTH)
     return train, test, partial(make_transformer, vocabulary), 2
 
 
