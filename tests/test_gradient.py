@@ -34,7 +34,7 @@ def test_small_tensors_are_joined_and_large_ones_stay_where_they_are() -> None:
     ledger = Ledger()
     found = Gradient(block, 0, find_device("cpu", Pool(ledger)))
     for slot, (_, tensor) in zip(block.slots, named[:3], strict=False):
-        found.add(slot, tensor.clone(), lambda _: True)
+        found.add(slot, tensor.clone(), alone=True)
     place, counted = found.tensors["large"].data_ptr(), ledger.total("host")
     large, small = found.join()
     assert large.data_ptr() == place and small.numel() == 7
@@ -69,7 +69,7 @@ def test_rows_are_the_dense_sum(data: st.DataObject) -> None:
         seed = torch.randn(len(numbers), width, dtype=dtype)
         dense = look_up(table, numbers, seed, padding, sparse=False).float()
         expected = dense if expected is None else expected + dense
-        found.add(slot, look_up(table, numbers, seed, padding, sparse=True), lambda _: False)
+        found.add(slot, look_up(table, numbers, seed, padding, sparse=True), alone=False)
     assert expected is not None
     assert found.present == {"table"} and (slot.name in found.looked_up) != (slot.name in found.tensors)
     start = data.draw(st.integers(0, slot.numel - 1))
@@ -84,9 +84,9 @@ def test_rows_are_the_dense_sum(data: st.DataObject) -> None:
 def test_few_rows_take_little_memory_and_many_become_a_table() -> None:
     table = torch.randn(100, 8)
     found, slot, _ = make(table)
-    found.add(slot, look_up(table, torch.arange(10), torch.randn(10, 8), -1, sparse=True), lambda _: False)
+    found.add(slot, look_up(table, torch.arange(10), torch.randn(10, 8), -1, sparse=True), alone=False)
     assert found.looked_up["table"].nbytes == 10 * 8 * 4
-    found.add(slot, look_up(table, torch.arange(60), torch.randn(60, 8), -1, sparse=True), lambda _: False)
+    found.add(slot, look_up(table, torch.arange(60), torch.randn(60, 8), -1, sparse=True), alone=False)
     assert "table" in found.tensors and not found.looked_up
 
 
@@ -95,7 +95,7 @@ def test_a_row_that_is_not_finite_is_refused() -> None:
     found, slot, _ = make(table)
     seed = torch.randn(2, 8)
     seed[1, 3] = torch.inf
-    found.add(slot, look_up(table, torch.tensor([5, 7]), seed, -1, sparse=True), lambda _: False)
+    found.add(slot, look_up(table, torch.tensor([5, 7]), seed, -1, sparse=True), alone=False)
     with pytest.raises(ph.NumericsError, match="gradient of table"):
         found.refuse_non_finite()
 
@@ -112,7 +112,7 @@ def test_another_precision_is_added_in_pieces(monkeypatch: pytest.MonkeyPatch) -
     found, slot, _ = make(table, torch.bfloat16)
     parts = [torch.randn(5, 4, dtype=torch.bfloat16) for _ in range(3)]
     for part in parts:
-        found.add(slot, part, lambda _: True)
+        found.add(slot, part, alone=True)
     expected = (parts[0].float() + parts[1]) + parts[2]
     assert torch.equal(slot.shape_of(found.tensors["table"]), expected)
 

@@ -344,24 +344,22 @@ class Executor:
             gradients.update(rest.begin())
             return
         found = segment.differentiate(fetched, leaves, outputs, seeds)
-        is_alone = _make_alone(found, (*leaves.values(), *outputs.values(), *seeds.values()))
+        alone = _find_alone(found, (*leaves.values(), *outputs.values(), *seeds.values()))
         del leaves, outputs, seeds
-        gradients.update(self._add_up(task, segment, found, is_alone))
+        gradients.update(self._add_up(task, segment, found, alone))
 
     def _rest(self, task: Task, action: Action) -> None:
         """The gradients of parameters, which backward left for later."""
         segment, k = self._segment(task, action)
         found = task.rests.pop((segment.index, k)).finish()
-        self._add_up(task, segment, found, _make_alone(found, ()))
+        self._add_up(task, segment, found, _find_alone(found, ()))
 
-    def _add_up(
-        self, task: Task, segment: Segment, found: dict[str, Tensor], is_alone: Callable[[Tensor], bool]
-    ) -> dict[str, Tensor]:
+    def _add_up(self, task: Task, segment: Segment, found: dict[str, Tensor], alone: set[str]) -> dict[str, Tensor]:
         """Gradients of parameters go to their sums; the others are left."""
         for name in segment.parameters:
             gradient = found.pop(name, None)
             if gradient is not None:
-                self._accumulate(task, segment.index, name, gradient, is_alone)
+                self._accumulate(task, segment.index, name, gradient, name in alone)
         return found
 
     def _seed(self, task: Task, k: int, loss: Tensor) -> Tensor:
@@ -369,14 +367,14 @@ class Executor:
         share = torch.tensor(task.microbatches[k].share, dtype=torch.float32) * task.loss_scale
         return share.to(loss.dtype).to(loss.device)
 
-    def _accumulate(self, task: Task, s: int, name: str, gradient: Tensor, is_alone: Callable[[Tensor], bool]) -> None:
+    def _accumulate(self, task: Task, s: int, name: str, gradient: Tensor, alone: bool) -> None:
         block, slot = self.layout.places[name]
         if name not in self.layout.states and block.name not in self.layout.followed:
             return  # trainable, but none of the optimizer's
         key = (block.name, s)
         if key not in task.sums:
             task.sums[key] = Gradient(block, s, self.device)
-        task.sums[key].add(slot, gradient, is_alone)
+        task.sums[key].add(slot, gradient, alone)
 
     # -- movement
 
@@ -625,12 +623,15 @@ def _wait_for_all(futures: "Sequence[Future[Any]]") -> None:
             wait(futures)
 
 
-def _make_alone(found: Mapping[str, Tensor | None], others: Sequence[Tensor]) -> Callable[[Tensor], bool]:
-    """Tells gradients that are nothing else too: autograd may hand out one tensor twice, or hand on what it was given."""
+def _find_alone(found: Mapping[str, Tensor | None], others: Sequence[Tensor]) -> set[str]:
+    """The gradients that are nothing else too: autograd may hand out one tensor twice, or hand on what it was given."""
     holders = Counter(id(t) for t in (*found.values(), *others))
 
     def is_alone(tensor: Tensor) -> bool:
-        is_shared = holders[id(tensor)] > 1 or (tensor._base is not None and holders[id(tensor._base)] > 0)
-        return not is_shared and not tensor.is_sparse
+        return (
+            holders[id(tensor)] == 1
+            and not tensor.is_sparse
+            and (tensor._base is None or not holders[id(tensor._base)])
+        )
 
-    return is_alone
+    return {name for name, tensor in found.items() if tensor is not None and is_alone(tensor)}

@@ -6,7 +6,7 @@ only looked up, the rows that were are kept, as long as they are few: the others
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,13 +82,13 @@ class Gradient:
     summing: Any = None  # over replicas, under way: to be waited for
     summed: "Future[Any] | None" = None  # likewise, where a thread of the host waits for it
 
-    def add(self, slot: Slot, gradient: Tensor, is_alone: Callable[[Tensor], bool]) -> None:
-        """Adds one microbatch's. The first becomes the sum, if nobody else has it; it is not added to zero: -0.0 stays."""
+    def add(self, slot: Slot, gradient: Tensor, alone: bool) -> None:
+        """Adds one microbatch's; `alone` if nobody else has this tensor. The first is not added to zero, so that -0.0 stays."""
         if gradient.is_sparse:
             self._add_rows(slot, gradient)
         elif slot.name in self.tensors:
             self._add(slot, gradient)
-        elif is_alone(gradient) and self._fits(slot, gradient):
+        elif alone and self._fits(slot, gradient):
             self.keep(slot, gradient.as_strided((slot.numel,), (1,)))
         else:
             slot.shape_of(self.make(slot)).copy_(gradient)

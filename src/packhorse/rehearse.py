@@ -273,7 +273,7 @@ class _Play:
             block = make_block(name, [(name, self.parameters[name])], kinds)
             self.sums[name] = Gradient(block, self.segment.index, self.host)
         total = self.sums[name]
-        total.add(total.block.slots[0], gradient, lambda _: True)
+        total.add(total.block.slots[0], gradient, alone=True)
 
     def forget_sums(self) -> None:
         for total in self.sums.values():
