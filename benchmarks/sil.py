@@ -177,7 +177,6 @@ def run(task: str, way: Way, seed: int, epochs: int, rate: float, threads: int =
         "accuracy": 100 * accuracy,
         "read-outs": [round(100 * s.accuracy, 2) for s in trainer.standings[:-1]],
         "seconds": round(seconds, 1),
-        "planned memory ratio": round(described["planned_ratio"], 3),
         "exchanged_bytes": described["exchanged_bytes"],
         "pipeline_bytes": described["conventional"]["pipeline_bytes"],
     }
@@ -199,7 +198,25 @@ def measure_accuracy(task: str, ways: dict[str, Way], options: argparse.Namespac
             results.setdefault(title, {"runs": {}})["runs"][str(seed)] = found
             print(title, seed, found, flush=True)
             save(name, summarise(results))
+        for title in results:
+            if ways[title].cuts:
+                results[title]["planned memory ratio"] = pool.submit(plan_ratio, task, ways[title]).result()
     return summarise(results)
+
+
+def plan_ratio(task: str, way: Way) -> float:
+    """Memory of the largest part, of that of all in one piece."""
+    import torch
+
+    import packhorse as ph
+    from packhorse.data import Labelled
+
+    train, _, make, classes = load_task(task)
+    model = make()
+    optimizer = torch.optim.Adam(model.parameters())
+    batch = next(iter(Labelled(*train, 256, seed=0)))
+    with ph.SegmentedTrainer(model, optimizer, batch, num_classes=classes, cuts=way.cuts, labels=way.labels) as trainer:
+        return round(float(trainer.describe()["planned_ratio"]), 3)
 
 
 def summarise(results: dict[str, Any]) -> dict[str, Any]:
@@ -227,24 +244,35 @@ def grow(where: dict[str, Any], part: int | None, steps: int) -> dict[str, Any]:
     from packhorse.data import Labelled
     from packhorse.memory import resident_bytes
 
-    times, rows = 10, 256
+    rows = 256
     x, y = torch.randn(rows, 784), torch.randint(26, (rows,))
-    model = make_mlp(times, "cpu" if part is None else "meta")
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    if part is None:
-        base = resident_bytes() - sum(p.nbytes for p in model.parameters())
+
+    def train_whole(model: Any) -> None:
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
         for _ in range(steps):
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
+
+    def train_part(model: Any, where: dict[str, Any], part: int) -> tuple[int, Any]:
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        with ph.SegmentedTrainer(
+            model, optimizer, (x, y), num_classes=26, labels="hadamard", mode="parallel", **where
+        ) as trainer:
+            base = resident_bytes()
+            trainer.fit(Labelled(x, y, rows, seed=0), steps, only=part)
+        return base, trainer
+
+    if part is None:  # the small net first: what a process loads when it trains at all is none of the model's
+        train_whole(make_mlp())
+        model = make_mlp(10)
+        base = resident_bytes() - sum(p.nbytes for p in model.parameters())
+        train_whole(model)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return {"grown_mb": round((peak - base) / 1e6, 1), "parameters": sum(p.numel() for p in model.parameters())}
-    with ph.SegmentedTrainer(
-        model, optimizer, (x, y), num_classes=26, labels="hadamard", mode="parallel", **where
-    ) as trainer:
-        base = resident_bytes()
-        trainer.fit(Labelled(x, y, rows, seed=0), steps, only=part)
-        division = trainer.division
+    train_part(make_mlp(1, "meta"), {"cuts": TWO}, 1)
+    base, trainer = train_part(make_mlp(10, "meta"), where, part)
+    division = trainer.division
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "grown_mb": round((peak - base) / 1e6, 1),

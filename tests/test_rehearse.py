@@ -157,6 +157,17 @@ def test_the_optimizer_is_timed_as_it_is() -> None:
     assert 0 < seconds < 1e-6
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "sizes"),
+    [(torch.optim.Adam, {}, 2.0), (torch.optim.Adam, {"fused": True}, 0.0), (torch.optim.SGD, {"momentum": 0.9}, 0.0)],
+)
+def test_what_a_step_allocates_on_the_way_is_found_by_stepping(kind: Any, options: Any, sizes: float) -> None:
+    """Adam's square root, and what it is divided by, are there at the same time."""
+    model = nn.Linear(4, 4)
+    stepper = Stepper(kind(model.parameters(), lr=0.1, **options), model)
+    assert stepper.temporaries("weight") == pytest.approx(sizes, abs=0.01)
+
+
 def test_a_rehearsal_that_breaks_the_budget_warns(
     graph: ph.Graph, asked: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -398,7 +398,7 @@ def test_parts_are_balanced_by_memory() -> None:
     """The net of the paper: two parts are cut after the first layer, three after the first and the second."""
     model = MLP()
     example = torch.randn(256, 784), torch.randint(26, (256,))
-    for parts, cuts, ratio in ((2, ["layers.0"], 0.62), (3, ["layers.0", "layers.1"], 0.54)):
+    for parts, cuts, ratio in ((2, ["layers.0"], 0.58), (3, ["layers.0", "layers.1"], 0.47)):
         with ph.SegmentedTrainer(
             model, torch.optim.Adam(model.parameters()), example, num_classes=26, parts=parts
         ) as trainer:

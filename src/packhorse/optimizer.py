@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from packhorse.errors import OptimizerError
+from packhorse.graph.cost import Allocations
 from packhorse.threads import using_threads
 
 Group = dict[str, Any]
@@ -172,6 +173,15 @@ class Stepper:
             for piece in pieces:
                 self._step_probe(piece)
             return (time.perf_counter() - started) / (count * size)
+
+    def temporaries(self, name: str) -> float:
+        """What a step of a whole parameter allocates on the way, at most at a time, in sizes of the parameter."""
+        piece = Piece(self.groups[name], torch.zeros(TILE), torch.ones(TILE), {})
+        self._step_probe(piece)  # makes the states
+        states = [value for value in piece.state.values() if isinstance(value, Tensor)]
+        with Allocations([piece.parameter, piece.gradient, *states]) as allocations:
+            self._step_probe(piece)
+        return allocations.peak / piece.parameter.nbytes
 
     def _try_tiles(self, group: int) -> bool:
         generator = torch.Generator().manual_seed(0)

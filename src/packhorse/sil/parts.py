@@ -285,7 +285,7 @@ def divide(
                 f"part {segment.index} ({', '.join(segment.modules) or 'outside modules'}) has nothing to train; cut elsewhere"
             )
     planned = tuple(_training_bytes(graph, stepper, s.start, s.stop) for s in train.segments)
-    whole = _training_bytes(graph, stepper, 0, len(graph.nodes))
+    whole = _conventional_bytes(graph, stepper)
     return Division(model, train, _cut_alike(predicting, train), planned, whole)
 
 
@@ -382,7 +382,24 @@ def _candidates(graph: Graph, places: Mapping[int, Place], activated: bool) -> l
 def _training_bytes(graph: Graph, stepper: Stepper, start: int, stop: int) -> int:
     """What training nodes `start` to `stop` by themselves takes: masters, gradients, optimizer states, and a graph."""
     segment = Segment(graph, 0, start, stop)
-    total = find_footprint(segment, graph.batch.rows).backward + segment.input_nbytes
+    backward = find_footprint(segment, graph.batch.rows).backward
+    return _state_bytes(segment, stepper) + backward + segment.input_nbytes
+
+
+def _conventional_bytes(graph: Graph, stepper: Stepper) -> int:
+    """The same of all of the model by an ordinary loop, which steps every parameter whole, with what that allocates."""
+    whole = Segment(graph, 0, 0, len(graph.nodes))
+    trained = [name for name in whole.parameters if name in stepper.groups and graph.parameters[name].trainable]
+    largest = max(trained, key=lambda name: graph.parameters[name].nbytes)
+    stepping = sum(graph.parameters[name].nbytes for name in trained)
+    stepping += int(stepper.temporaries(largest) * graph.parameters[largest].nbytes)
+    backward = find_footprint(whole, graph.batch.rows).backward
+    return _state_bytes(whole, stepper) + max(backward, stepping) + whole.input_nbytes
+
+
+def _state_bytes(segment: Segment, stepper: Stepper) -> int:
+    """Masters and optimizer states."""
+    graph, total = segment.graph, 0
     for name in segment.parameters:
         parameter = graph.parameters[name]
         copies = 1
