@@ -3,8 +3,8 @@
     python benchmarks/sil.py emnist    # EMNIST Letters: 2, 3 and 6 parts, labels, kappa, processes at once; accuracy by seed
     python benchmarks/sil.py memory    # a net ten times wider: peak memory of each part's process against conventional
     python benchmarks/sil.py wall      # two parts at once on two cores against conventional on one and on two: seconds
-    python benchmarks/sil.py cifar     # CIFAR-10 (JPEG), a convolutional net
-    python benchmarks/sil.py sst2      # SST-2, a small transformer
+    python benchmarks/sil.py cifar --epochs 2    # CIFAR-10 (JPEG; needs Pillow), a convolutional net
+    python benchmarks/sil.py sst2 --epochs 2     # SST-2, a small transformer
 
 Every run is a process of its own with one thread; two run at a time where only accuracy is asked. --seeds, --only, --epochs.
 """
@@ -54,8 +54,10 @@ EMNIST: dict[str, Way] = {
 }
 CIFAR: dict[str, Way] = {
     "conventional": Way(),
-    **{f"two parts, {name}": Way(("4",), name) for name in ("readout", "hadamard", "uniform")},
-    "three parts, readout": Way(("1", "4")),
+    **{f"two parts, {name}": Way(("2",), name) for name in ("readout", "hadamard", "uniform")},
+    "two parts, readout of the mean": Way(("2",), options={"grid": 1}),
+    "three parts, readout": Way(("1", "3")),
+    "three parts, readout of the mean": Way(("1", "3"), options={"grid": 1}),
 }
 SST2: dict[str, Way] = {
     "conventional": Way(),

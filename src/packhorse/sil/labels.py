@@ -4,7 +4,8 @@ In: the shape of a row at the cut, the number of classes, a seed. Out: `Labels`:
 of classes from its output, and made-up outputs for the part behind it. Parts need to share nothing but the seed.
 
 Vectors are taken as they are. Of feature maps [channels, height, width] and sequences [tokens, width] the mean over positions
-counts, or, with `positions="each"`, every position by itself; `grid` keeps that many cells along each side of a map.
+counts, or, with `positions="each"`, every position by itself; `grid` keeps that many cells along each side of a map: a code has
+a part for each of them.
 """
 
 import math
@@ -208,13 +209,14 @@ class Hadamard:
 class Readout:
     """A fixed random read-out: softmax over the products with codes of zero mean, cross entropy.
 
-    With a little `smoothing` a part stops pulling classes apart that it has separated, and leaves more for those behind it.
+    With a little `smoothing` a part stops pulling classes apart that it has separated, and leaves more for those behind it. Of
+    maps four by four cells count: a mean over all of a map asks an early part for what only a later one can see.
     """
 
     gain: float = 1.0
     smoothing: float = 0.1
     positions: Positions = "pooled"
-    grid: int = 1
+    grid: int = 4
     noise: float = 1.0
     strength: float = 1.0
     activated: bool = True
