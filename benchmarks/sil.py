@@ -57,7 +57,6 @@ CIFAR: dict[str, Way] = {
     **{f"two parts, {name}": Way(("2",), name) for name in ("readout", "hadamard", "uniform")},
     "two parts, readout of the mean": Way(("2",), options={"grid": 1}),
     "three parts, readout": Way(("1", "3")),
-    "three parts, readout of the mean": Way(("1", "3"), options={"grid": 1}),
 }
 SST2: dict[str, Way] = {
     "conventional": Way(),
