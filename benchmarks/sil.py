@@ -28,7 +28,7 @@ class Way:
 
     cuts: tuple[str, ...] = ()
     labels: str = "readout"
-    options: dict[str, Any] = field(default_factory=dict)  # of the labels
+    options: dict[str, Any] = field(default_factory=dict)  # of the labels, synthetic or not
     mode: str = "sequential"
     refine: int = 1
     noise: float = 0.3
@@ -41,6 +41,7 @@ ROUNDS = 3  # processes, where memory is measured
 
 EMNIST: dict[str, Way] = {
     "conventional": Way(),
+    "conventional, smoothed": Way(options={"smoothing": 0.1}),  # as the readout's labels are
     "two parts, readout": Way(TWO),
     "two parts, hadamard": Way(TWO, "hadamard"),
     "two parts, uniform": Way(TWO, "uniform"),
@@ -144,11 +145,11 @@ def run(task: str, way: Way, seed: int, epochs: int, rate: float, threads: int =
     loader, held_out = Labelled(*train, 256, seed=seed), Labelled(*test, 1000, seed=None)
     started = time.perf_counter()
     if not way.cuts:
-        scheduler = cosine(optimizer, epochs * len(loader))
+        scheduler, smoothing = cosine(optimizer, epochs * len(loader)), way.options.get("smoothing", 0.0)
         for _ in range(epochs):
             for x, y in loader:
                 optimizer.zero_grad()
-                torch.nn.functional.cross_entropy(model(x), y).backward()
+                torch.nn.functional.cross_entropy(model(x), y, label_smoothing=smoothing).backward()
                 optimizer.step()
                 scheduler.step()
         seconds = time.perf_counter() - started
