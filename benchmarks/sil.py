@@ -41,7 +41,7 @@ ROUNDS = 3  # processes, where memory is measured
 
 EMNIST: dict[str, Way] = {
     "conventional": Way(),
-    "conventional, smoothed": Way(options={"smoothing": 0.1}),  # as the readout's labels are
+    "conventional, smoothed": Way(options={"smoothing": 0.1}),  # as labels of read-outs are
     "two parts, readout": Way(TWO),
     "two parts, hadamard": Way(TWO, "hadamard"),
     "two parts, uniform": Way(TWO, "uniform"),

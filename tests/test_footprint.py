@@ -8,7 +8,7 @@ import torch
 
 import packhorse as ph
 import toys
-from packhorse.graph.cost import Allocations
+from packhorse.graph.allocations import Allocations
 from packhorse.partition import find_footprint
 
 ROWS = 16

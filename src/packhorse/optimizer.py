@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from packhorse.errors import OptimizerError
-from packhorse.graph.cost import Allocations
+from packhorse.graph.allocations import Allocations
 from packhorse.threads import using_threads
 
 Group = dict[str, Any]

@@ -5,7 +5,6 @@ answers are kept by signature.
 """
 
 import contextlib
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from packhorse.graph.allocations import Allocations
 from packhorse.graph.lean import find_kernel
 
 
@@ -121,30 +120,6 @@ def _run_backward(results: list[Tensor], operands: list[Tensor], leaves: list[Te
     with Allocations([*results, *operands, *seeds], packed) as allocations, contextlib.suppress(NotImplementedError):
         torch.autograd.grad(roots, leaves, seeds, allow_unused=True)
     return allocations.peak
-
-
-class Allocations(TorchDispatchMode):
-    """Counts the bytes of storages that appear and disappear while it is on; those of `known` tensors do not count."""
-
-    def __init__(self, known: Iterable[Tensor], storages: Iterable[int] = ()):
-        super().__init__()
-        self.live = self.peak = 0
-        self._known = {*storages, *(tensor.untyped_storage()._cdata for tensor in known)}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self._known:
-                storage = tensor.untyped_storage()
-                self._known.add(storage._cdata)
-                self.live += storage.nbytes()
-                self.peak = max(self.peak, self.live)
-                weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
-        return result
-
-    def _gone(self, storage: int, nbytes: int) -> None:
-        self._known.discard(storage)
-        self.live -= nbytes
 
 
 def _cpu_attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
