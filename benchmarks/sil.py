@@ -4,7 +4,7 @@
     python benchmarks/sil.py memory    # a net ten times wider: peak memory of each part's process against conventional
     python benchmarks/sil.py wall      # two parts at once on two cores against conventional on one and on two: seconds
     python benchmarks/sil.py cifar --epochs 2    # CIFAR-10 (JPEG; needs Pillow), a convolutional net
-    python benchmarks/sil.py sst2 --epochs 2     # SST-2, a small transformer
+    python benchmarks/sil.py sst2 --epochs 1     # SST-2, a small transformer
 
 Every run is a process of its own with one thread; two run at a time where only accuracy is asked. --seeds, --only, --epochs.
 """
