@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from packhorse.errors import PartitionError
 from packhorse.graph import Graph, Size, capture
 from packhorse.graph.graph import Value
+from packhorse.memory import LARGEST
 from packhorse.optimizer import Stepper
 from packhorse.partition import (
     Partition,
@@ -380,9 +381,14 @@ def _candidates(graph: Graph, places: Mapping[int, Place], activated: bool) -> l
 
 
 def _training_bytes(graph: Graph, stepper: Stepper, start: int, stop: int) -> int:
-    """What training nodes `start` to `stop` by themselves takes: masters, gradients, optimizer states, and a graph."""
+    """What training nodes `start` to `stop` by themselves takes: masters, gradients, optimizer states, and a graph.
+
+    Of gradients so large that malloc gives them back, one is there at a time: it is used while backward goes on.
+    """
     segment = Segment(graph, 0, start, stop)
-    backward = find_footprint(segment, graph.batch.rows).backward
+    sizes = [graph.parameters[name].nbytes for name in segment.parameters if graph.parameters[name].trainable]
+    large = [nbytes for nbytes in sizes if nbytes >= LARGEST]
+    backward = find_footprint(segment, graph.batch.rows).backward - (sum(large) - max(large, default=0))
     return _state_bytes(segment, stepper) + backward + segment.input_nbytes
 
 
