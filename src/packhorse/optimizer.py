@@ -174,9 +174,13 @@ class Stepper:
                 self._step_probe(piece)
             return (time.perf_counter() - started) / (count * size)
 
-    def temporaries(self, name: str) -> float:
-        """What a step of a whole parameter allocates on the way, at most at a time, in sizes of the parameter."""
-        piece = Piece(self.groups[name], torch.zeros(TILE), torch.ones(TILE), {})
+    def temporaries(self, name: str, dimensions: int) -> float:
+        """What a step of a whole parameter allocates on the way, at most at a time, in sizes of the parameter.
+
+        It is tried on one of as many dimensions: some optimizers take only matrices.
+        """
+        shape = (TILE // 64, 64, *(1 for _ in range(dimensions - 2))) if dimensions > 1 else (TILE,)
+        piece = Piece(self.groups[name], torch.zeros(shape), torch.ones(shape), {})
         self._step_probe(piece)  # makes the states
         states = [value for value in piece.state.values() if isinstance(value, Tensor)]
         with Allocations([piece.parameter, piece.gradient, *states]) as allocations:

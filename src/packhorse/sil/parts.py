@@ -398,7 +398,8 @@ def _conventional_bytes(graph: Graph, stepper: Stepper) -> int:
     trained = [name for name in whole.parameters if name in stepper.groups and graph.parameters[name].trainable]
     largest = max(trained, key=lambda name: graph.parameters[name].nbytes)
     stepping = sum(graph.parameters[name].nbytes for name in trained)
-    stepping += int(stepper.temporaries(largest) * graph.parameters[largest].nbytes)
+    dimensions = len(graph.parameters[largest].shape)
+    stepping += int(stepper.temporaries(largest, dimensions) * graph.parameters[largest].nbytes)
     backward = find_footprint(whole, graph.batch.rows).backward
     return _state_bytes(whole, stepper) + max(backward, stepping) + whole.input_nbytes
 
