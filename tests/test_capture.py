@@ -2,6 +2,8 @@
 
 import copy
 import multiprocessing
+import sys
+import time
 from typing import Any
 
 import pytest
@@ -238,3 +240,21 @@ def _capture_in_a_worker(rows: int) -> int:
 def test_workers_of_a_pool_which_may_have_no_children_capture_too() -> None:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.apply(_capture_in_a_worker, (4,)) == _capture_in_a_worker(4)
+
+
+def test_a_child_that_does_not_start_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one does not that was forked while another thread had a lock."""
+    module = sys.modules["packhorse.graph.capture"]  # by its name it is the function
+    started, child, originally = list[Any](), module._child, module._start
+    monkeypatch.setattr(module, "STARTING", 0.5)
+
+    def start(make: Any) -> Any:
+        started.append(make)
+        stuck = len(started) == 1
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "_child", (lambda *_: time.sleep(60)) if stuck else child)
+            return originally(make)
+
+    monkeypatch.setattr(module, "_start", start)
+    assert ph.capture(nn.Linear(2, 2), torch.ones(2, 2), lambda y, _: y.mean()).nodes
+    assert len(started) == 2

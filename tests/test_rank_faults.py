@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import packhorse as ph
 import toys
 from launch import run_ranks
 from packhorse.archive import check_store, describe_store, export_store, reclaim
+from packhorse.ranks.world import find_world
 
 STEPS = 4
 pytestmark = pytest.mark.usefixtures("graphs_are_shared")
@@ -91,6 +93,24 @@ def test_a_rank_that_is_killed_ends_all_and_all_go_on(ranks: ph.Ranks, strategy:
         for values in run_ranks(2, lambda rank, store=store: train(store, ranks, strategy)):
             for name, value in expected[0].items():
                 assert torch.equal(values[name], value), f"{name} after a kill of {victim} at {moment}"
+
+
+def test_what_cannot_even_begin_is_told_alike() -> None:
+    """Once a connection is known to be broken, gloo refuses the next message at once instead of letting it be waited for."""
+
+    def work(rank: int) -> None:
+        world = find_world()
+        assert world is not None
+        world.arrange(ph.Ranks(pipeline=2))
+        world.gather_objects(rank)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while True:  # until it is known
+            world.send(torch.zeros(1), 1, 0, backward=False)
+            time.sleep(0.01)
+
+    told, _ = run_ranks(2, work, expect_failure=True)
+    assert told.startswith("RanksError: rank 0: a message to stage 1 did not happen: another rank has ended"), told
 
 
 @pytest.mark.parametrize(

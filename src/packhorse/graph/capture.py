@@ -26,6 +26,9 @@ from packhorse.graph.graph import Graph, Mode
 from packhorse.graph.opaque import attach
 from packhorse.precision import Precision, cast_floats, check_precision, working_dtype
 
+STARTING = 30.0  # seconds for a child's first word, which takes milliseconds
+ATTEMPTS = 3
+
 
 def capture(
     model: nn.Module,
@@ -139,20 +142,26 @@ def _in_child(make: Callable[[], Graph]) -> Graph:
 
     Where forking is not possible (no fork on this system, an accelerator already initialised, which a fork cannot share, or
     a daemonic process, which may have no children) it runs here, and the caller keeps the tracer's memory.
+
+    A child forked while another thread has a lock of Python's own, as threads of torch.distributed may, waits for it for ever:
+    it is ended, and another one forked.
     """
     can_fork = "fork" in multiprocessing.get_all_start_methods() and sys.platform != "darwin"
     if not can_fork or torch.cuda.is_initialized() or multiprocessing.current_process().daemon:
         return make()
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads: the child runs no kernel in parallel
-        child = context.Process(target=_child, args=(make, sender), name="packhorse-capture")
-        child.start()
-    sender.close()
+    for _ in range(ATTEMPTS):
+        child, receiver = _start(make)
+        if receiver.poll(STARTING):
+            break
+        receiver.close()
+        child.kill()
+        child.join()
+    else:
+        return make()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch's own, on unpickling a TreeSpec
+            receiver.recv_bytes()
             outcome = pickle.loads(receiver.recv_bytes())
     except EOFError:
         child.join()
@@ -167,7 +176,20 @@ def _in_child(make: Callable[[], Graph]) -> Graph:
     return outcome
 
 
+def _start(make: Callable[[], Graph]) -> tuple[multiprocessing.process.BaseProcess, Connection]:
+    """A child that says when it has started, and then sends its graph, or why there is none."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads: the child runs no kernel in parallel
+        child = context.Process(target=_child, args=(make, sender), name="packhorse-capture")
+        child.start()
+    sender.close()
+    return child, receiver
+
+
 def _child(make: Callable[[], Graph], sender: Connection) -> None:
+    sender.send_bytes(b"started")
     torch.set_num_threads(1)  # the parent's pool of threads does not exist here
     gc.disable()  # short-lived, and makes millions of objects
     warnings.simplefilter("ignore")

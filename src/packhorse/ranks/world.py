@@ -9,9 +9,10 @@ import os
 import statistics
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,25 +28,31 @@ PATIENCE = "PACKHORSE_PATIENCE"  # in the environment: seconds that a rank waits
 
 
 class Work:
-    """Something under way between ranks. `what` says it, should it fail."""
+    """Something under way between ranks, once `begin` has begun it. `what` says it, should it fail."""
 
-    def __init__(self, work: Any, what: str, *kept: Tensor):
-        self._work, self._what = work, what
-        self._kept = kept  # the buffers, which must live until it is over
+    def __init__(self, begin: Callable[[], Any], what: str, *kept: Tensor):
+        self._what, self._kept = what, kept  # the buffers, which must live until it is over
+        with self._told():
+            self._work = begin()
 
     def wait(self) -> None:
         work = self._work  # another thread may wait for it too
         if work is None:
             return
-        try:
+        with self._told():
             work.wait()
+        self._work, self._kept = None, ()
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0]
             raise RanksError(
                 f"{self._what} did not happen: another rank has ended or is stuck ({reason}); all ranks end. Start them again "
                 "with resume=True to go on from the last step that all of them finished"
             ) from error
-        self._work, self._kept = None, ()
 
 
 class World:
@@ -129,32 +136,32 @@ class World:
 
     def send(self, buffer: Tensor, place: int, tag: int, *, backward: bool) -> Work:
         self.sent_bytes += buffer.nbytes
-        work = dist.isend(buffer, group=self._ways[backward], group_dst=place, tag=tag)
-        return Work(work, f"rank {self.rank}: a message to stage {place}", buffer)
+        begin = partial(dist.isend, buffer, group=self._ways[backward], group_dst=place, tag=tag)
+        return Work(begin, f"rank {self.rank}: a message to stage {place}", buffer)
 
     def receive(self, buffer: Tensor, place: int, tag: int, *, backward: bool) -> Work:
-        work = dist.irecv(buffer, group=self._ways[backward], group_src=place, tag=tag)
-        return Work(work, f"rank {self.rank}: a message from stage {place}", buffer)
+        begin = partial(dist.irecv, buffer, group=self._ways[backward], group_src=place, tag=tag)
+        return Work(begin, f"rank {self.rank}: a message from stage {place}", buffer)
 
     # -- over replicas
 
     def sum(self, flat: Tensor) -> Work:
         """Over all replicas of this stage, in place. All must ask in the same order."""
         self._count_ring(flat, rounds=2)
-        work = dist.all_reduce(flat, group=self._sums, async_op=True)
-        return Work(work, f"rank {self.rank}: a sum of gradients", flat)
+        begin = partial(dist.all_reduce, flat, group=self._sums, async_op=True)
+        return Work(begin, f"rank {self.rank}: a sum of gradients", flat)
 
     def sum_parts(self, part: Tensor, whole: Tensor) -> Work:
         """This replica's part of the sum over all; parts are equal. All must ask in the same order."""
         self._count_ring(whole)
-        work = dist.reduce_scatter_tensor(part, whole, group=self._sums, async_op=True)
-        return Work(work, f"rank {self.rank}: a sum of gradients", part, whole)
+        begin = partial(dist.reduce_scatter_tensor, part, whole, group=self._sums, async_op=True)
+        return Work(begin, f"rank {self.rank}: a sum of gradients", part, whole)
 
     def gather_parts(self, whole: Tensor, part: Tensor) -> Work:
         """All replicas' parts, one behind another. All must ask in the same order."""
         self._count_ring(whole)
-        work = dist.all_gather_into_tensor(whole, part, group=self._gathers, async_op=True)
-        return Work(work, f"rank {self.rank}: parts of parameters", whole, part)
+        begin = partial(dist.all_gather_into_tensor, whole, part, group=self._gathers, async_op=True)
+        return Work(begin, f"rank {self.rank}: parts of parameters", whole, part)
 
     def _count_ring(self, whole: Tensor, rounds: int = 1) -> None:
         self.sent_bytes += rounds * whole.nbytes * (self.ranks.data - 1) // self.ranks.data
@@ -162,21 +169,21 @@ class World:
     def gather(self, tensor: Tensor) -> tuple[Work, list[Tensor]]:
         """That of every replica, in order, once the work is over."""
         found = [torch.empty_like(tensor) for _ in range(self.ranks.data)]
-        work = dist.all_gather(found, tensor, group=self._facts, async_op=True)
-        return Work(work, f"rank {self.rank}: running statistics of all ranks", tensor, *found), found
+        begin = partial(dist.all_gather, found, tensor, group=self._facts, async_op=True)
+        return Work(begin, f"rank {self.rank}: running statistics of all ranks", tensor, *found), found
 
     # -- among all
 
     def sum_over_all(self, tensor: Tensor, what: str) -> Work:
         """In place, over all ranks: of what only one has, the others have zeros."""
-        work = dist.all_reduce(tensor, group=self._control, async_op=True)
-        return Work(work, f"rank {self.rank}: {what}", tensor)
+        begin = partial(dist.all_reduce, tensor, group=self._control, async_op=True)
+        return Work(begin, f"rank {self.rank}: {what}", tensor)
 
     def tell_commit(self) -> Work:
         """Over when all ranks have called it, each after its own commit."""
         token = torch.zeros(1)
-        work = dist.all_reduce(token, group=self._commits, async_op=True)
-        return Work(work, f"rank {self.rank}: a commit of all ranks", token)
+        begin = partial(dist.all_reduce, token, group=self._commits, async_op=True)
+        return Work(begin, f"rank {self.rank}: a commit of all ranks", token)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """A small value of every rank. Waits."""
