@@ -12,7 +12,7 @@ import packhorse as ph
 from packhorse.batch import BatchSpec
 from packhorse.graph.graph import Node, Operation, Ref, Type, Value
 from packhorse.graph.table import NodeTable, ValueTable
-from packhorse.partition import find_constraints, find_live, find_places
+from packhorse.partition import find_constraints, find_live, find_places, join_small
 from packhorse.partition.partition import SLACK, _Window
 from reference import assert_partitions_same, assert_same, run_plain, run_segments
 from toys import zoo
@@ -176,3 +176,56 @@ def test_repeated_blocks_share_one_code() -> None:
     first, second, third = partition.segments[1:4]
     assert first.code is second.code is third.code
     assert [p.replace("blocks.0", "blocks.1") for p in first.parameters] == list(second.parameters)
+
+
+def test_small_neighbours_become_one_but_for_users_of_one_parameter() -> None:
+    model, make, loss = zoo("gpt")
+    blocks = ph.partition(ph.capture(model, make(4), loss))
+    joined = join_small(blocks)
+    assert {cut.index for cut in joined.cuts} < {cut.index for cut in blocks.cuts}
+    for segment in joined.segments:  # the embedding is the head's, too
+        inside = [s for s in blocks.segments if segment.start <= s.start < segment.stop]
+        assert len(set().union(*(s.parameters for s in inside))) == sum(len(s.parameters) for s in inside)
+    assert join_small(ph.partition(make_chain([3 * 10**8] * 5, [1] * 5, [], []), "finest")).cuts[0].index == 1
+
+
+def test_a_plan_without_a_budget_joins_what_is_small() -> None:
+    model, make, loss = zoo("mlp")
+    graph = ph.capture(model, make(4), loss)
+    assert ph.make_plan(graph, strategy="resident").num_segments == 1
+    assert ph.make_plan(graph, strategy="relay").num_segments > 1
+    assert ph.make_plan(graph, memory="4GiB", strategy="resident").num_segments > 1
+
+
+class Repeats(nn.Module):
+    """One layer several times, a view of a weight twice, a recurrent layer, a value that only parameters make."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.first, self.again = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.norm, self.recurrent, self.shift = nn.LayerNorm(6), nn.GRU(6, 6), nn.Parameter(torch.randn(6))
+        self.last = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.first(x))
+        if self.kind == "layer":
+            for _ in range(3):
+                x = self.norm(x + torch.tanh(self.again(x)))
+        if self.kind == "view":
+            turned = self.again.weight.t()
+            x = torch.tanh(x @ turned) @ turned
+        if self.kind == "recurrent":
+            x = x + self.recurrent(x.unsqueeze(0).expand(3, -1, -1))[0].sum(0)
+        if self.kind == "shift":
+            x = x * torch.sigmoid(self.shift) + self.shift.exp().sum()
+        return self.last(self.norm(x)).square().mean()
+
+
+@pytest.mark.parametrize("kind", ["layer", "view", "recurrent", "shift"])
+def test_a_backward_in_halves_is_a_backward(kind: str) -> None:
+    torch.manual_seed(0)
+    model, batch = Repeats(kind), torch.randn(4, 6)
+    graph = ph.capture(model, batch)
+    halved = ph.partition(graph, cuts=["first"])  # the rest is one segment, with an input
+    assert_same(run_segments(model, halved, batch, halves=True), run_plain(model, batch), kind)

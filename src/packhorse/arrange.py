@@ -16,7 +16,7 @@ from packhorse.memory import Memory
 from packhorse.partition import Partition, partition
 from packhorse.plan import Plan
 from packhorse.ranks.links import Links
-from packhorse.ranks.shape import Ranks
+from packhorse.ranks.shape import Order, Ranks
 from packhorse.ranks.stages import assign, cut_into_stages
 from packhorse.rehearse import Rehearsed
 from packhorse.search import REHEARSALS, CaseOf, Wish, choose_with, make_cases, run_beforehand
@@ -183,15 +183,15 @@ def _shapes(graph: Graph, wish: Wish, size: int) -> Iterator[Ranks]:
         is_possible = data * pipeline == size and data <= graph.batch.rows
         if is_possible and (pipeline == 1 or wish.strategy == "auto"):
             yield Ranks(data=data, pipeline=pipeline)
-            if pipeline > 1:
-                yield Ranks(data=data, pipeline=pipeline, order="zero-bubble")
 
 
 def _ways(ranks: Ranks, *, streamed: bool) -> Iterator[Ranks]:
-    """To run a pipeline: how many more microbatches are under way, or how many at a time go through a stage."""
+    """To run a pipeline: in which order, how many more microbatches are under way, or how many at a time go through a stage."""
     if streamed:
-        if ranks.group is None and ranks.order == "1f1b":
-            yield from (replace(ranks, ahead=ranks.ahead or 0, group=group) for group in GROUPS)
+        if ranks.group is None and ranks.order in (None, "1f1b"):
+            yield from (replace(ranks, order="1f1b", ahead=ranks.ahead or 0, group=group) for group in GROUPS)
         return
-    for ahead in range(MOST_AHEAD + 1) if ranks.ahead is None else (ranks.ahead,):
-        yield replace(ranks, ahead=ahead, group=ranks.group or 0)
+    orders: tuple[Order, ...] = (ranks.order,) if ranks.order else ("1f1b",) if ranks.group else ("1f1b", "zero-bubble")
+    for order in orders:
+        for ahead in range(MOST_AHEAD + 1) if ranks.ahead is None else (ranks.ahead,):
+            yield replace(ranks, order=order, ahead=ahead, group=ranks.group or 0)

@@ -179,17 +179,21 @@ def pipeline(
     time of messages. With several stages a rank, microbatches go through each in groups of as many as there are ranks.
 
     With `splits`, a backward leaves the gradients of parameters for later: others wait only for those of its inputs, and
-    what is left fills the time in which a rank would wait itself. Microbatches go in groups of `group`, all of them through a
-    segment before the next, as in a relay: then what a segment needs is brought once for all of them.
+    what is left fills the time in which a rank would wait itself, for messages too, the longer the more are `ahead`.
+    Microbatches go in groups of `group`, all of them through a segment before the next, as in a relay: then what a segment
+    needs is brought once for all of them.
     """
-    has_backward = tuple(any(s in backward for s in stage) for stage in stages)
+    differentiable = [[s for s in stage if s in backward] for stage in stages]
+    first = next((c for c, segments in enumerate(differentiable) if segments), 0)  # nobody waits for its backward
+    backwards = [
+        ("BW" if splits and c != first else "B") if segments else "" for c, segments in enumerate(differentiable)
+    ]
+    rounds = -(-num_microbatches // group)
     lists: list[list[Action]] = []
-    for turns in _take_turns(num_ranks, has_backward, -(-num_microbatches // group), ahead, splits):
+    for turns in _take_turns(num_ranks, tuple(backwards), rounds, ahead, first if splits else None):
         actions: list[Action] = []
         for turn in turns:
-            segments = stages[turn.stage]
-            if turn.kind != "F":
-                segments = [s for s in reversed(segments) if s in backward]
+            segments = stages[turn.stage] if turn.kind == "F" else differentiable[turn.stage][::-1]
             members = range(turn.microbatch * group, min((turn.microbatch + 1) * group, num_microbatches))
             actions += [Action(turn.kind, s, k) for s in segments for k in members]
         lists.append(actions)
@@ -198,32 +202,38 @@ def pipeline(
 
 @lru_cache(maxsize=32)  # every rank asks for its own
 def _take_turns(
-    num_ranks: int, has_backward: tuple[bool, ...], num_microbatches: int, ahead: int, splits: bool
+    num_ranks: int, backwards: tuple[str, ...], num_microbatches: int, ahead: int, patient: int | None
 ) -> list[list[Turn]]:
-    """Plays the pipeline with forwards that take 1 and backwards that take 2, in two halves with `splits`.
+    """Plays the pipeline: forwards take 2, backwards, which each stage has as a whole, in halves, or not at all, 4.
 
-    Who is free does what is ready.
+    Who is free does what is ready: backwards, then forwards, then what backwards left. With a `patient` stage, whose backward
+    nobody waits for and which comes last too, a message takes 1 for each that is `ahead`.
     """
-    num_stages = len(has_backward)
-    lengths = {"F": 1, "B": 1, "W": 1} if splits else {"F": 1, "B": 2}
-    frees = "W" if splits else "B"  # what ends the life of a graph
-    behind = [next((d for d in range(c + 1, num_stages) if has_backward[d]), None) for c in range(num_stages)]
+    num_stages, lag = len(backwards), 0 if patient is None else ahead
+    behind = [next((d for d in range(c + 1, num_stages) if backwards[d]), None) for c in range(num_stages)]
+    urgency = {(kind, c): "BFW".index(kind) for c in range(num_stages) for kind in "F" + backwards[c]}
+    urgency |= {("B", patient): 2} if patient is not None and backwards[patient] else {}
     ends: dict[Turn, int] = {}
     turns: list[list[Turn]] = [[] for _ in range(num_ranks)]
     free = [0] * num_ranks
-    next_turn = {(kind, c): 0 for c in range(num_stages) for kind in lengths if kind == "F" or has_backward[c]}
+    next_turn = dict.fromkeys(urgency, 0)
     limits = [_most_under_way(rank, num_ranks, num_stages, ahead) for rank in range(num_ranks)]
     under_way, left = [0] * num_ranks, [0] * num_ranks  # forwards without their backwards; graphs
 
     def ready_at(turn: Turn) -> int | None:
         """None: what it waits for has no time yet."""
         kind, c, k = turn
-        if kind == "F":
-            return 0 if c == 0 else ends.get(Turn("F", c - 1, k))
-        if kind == "W":
-            return ends.get(Turn("B", c, k))
+        if kind == "F" and c == 0:
+            return 0
         following = behind[c]
-        return ends.get(Turn("F", c, k) if following is None else Turn("B", following, k))
+        if kind == "F":
+            awaited = Turn("F", c - 1, k)
+        elif kind == "W":
+            awaited = Turn("B", c, k)
+        else:
+            awaited = Turn("F", c, k) if following is None else Turn("B", following, k)
+        end = ends.get(awaited)
+        return end if end is None or awaited.stage == c else end + lag
 
     def order_of(turn: Turn) -> tuple[int, int, int]:
         group = turn.microbatch // num_ranks if num_stages > num_ranks else 0
@@ -235,17 +245,18 @@ def _take_turns(
             turn, rank = Turn(kind, c, k), c % num_ranks
             ready = ready_at(turn) if k < num_microbatches else None
             if ready is not None:
-                is_over = has_backward[c] and (under_way[rank] >= limits[rank] or left[rank] >= limits[0])
+                is_over = bool(backwards[c]) and (under_way[rank] >= limits[rank] or left[rank] >= limits[0])
                 is_over = is_over and kind == "F"
-                offers.append((max(ready, free[rank]), is_over, "BFW".index(kind), order_of(turn), rank, turn))
+                offers.append((max(ready, free[rank]), is_over, urgency[kind, c], order_of(turn), rank, turn))
         within = [offer for offer in offers if not offer[1]] or offers  # nobody may go on: one has more under way, then
         start, _, _, _, rank, turn = min(within)
-        free[rank] = ends[turn] = start + lengths[turn.kind]
+        kind, c, _ = turn
+        free[rank] = ends[turn] = start + (4 if kind == backwards[c] else 2)
         turns[rank].append(turn)
-        next_turn[turn.kind, turn.stage] += 1
-        if has_backward[turn.stage]:
-            under_way[rank] += (turn.kind == "F") - (turn.kind == "B")
-            left[rank] += (turn.kind == "F") - (turn.kind == frees)
+        next_turn[kind, c] += 1
+        if backwards[c]:
+            under_way[rank] += (kind == "F") - (kind == "B")
+            left[rank] += (kind == "F") - (kind == backwards[c][-1])
     return turns
 
 

@@ -22,7 +22,7 @@ from packhorse.estimate import (
 from packhorse.graph import Graph
 from packhorse.machine import Machine, free_bytes
 from packhorse.memory import TYPICAL, Memory, Tier, available_bytes
-from packhorse.partition import Partition, find_places, partition
+from packhorse.partition import Partition, find_places, join_small, partition
 from packhorse.plan import Plan, find_fingerprint
 from packhorse.ranks.shape import ALONE, Ranks
 from packhorse.rehearse import Rehearsed
@@ -98,7 +98,7 @@ def choose(
     known then, until it stands. What was `rehearsed` before counts.
     """
     rehearsed = Rehearsed() if rehearsed is None else rehearsed
-    cases = _Remembered(make_cases(graph, case_of, wish))
+    cases = _Remembered(make_cases(graph, case_of, wish, joins=not _has_budget(memory)))
     case, plan = choose_with(cases, wish, memory, machine, rehearsed, explain=explain)
     for _ in range(REHEARSALS):
         if plan.ranks.size > 1 or not run_beforehand(case, plan, memory, machine):
@@ -121,9 +121,17 @@ def run_beforehand(case: Case, plan: Plan, memory: Memory, machine: Machine) -> 
     return needed <= room and case.rehearse(plan.rows, machine, resident=plan.is_resident, room=room)
 
 
-def make_cases(graph: Graph, case_of: CaseOf, wish: Wish) -> Iterator[Case]:
-    """In the order in which they are tried."""
-    return (case_of(part) for part in _partitions(graph, wish))
+def make_cases(graph: Graph, case_of: CaseOf, wish: Wish, *, joins: bool = False) -> Iterator[Case]:
+    """In the order in which they are tried.
+
+    With `joins`, small segments are one where all may stay in memory: nobody asked to have less of it there.
+    """
+    if joins and wish.strategy in ("auto", "resident") and wish.cuts is None and not graph.opaque:
+        blocks = partition(graph)
+        joined = join_small(blocks)
+        if joined.cuts != blocks.cuts and not (case := case_of(joined)).on_disk:
+            yield case
+    yield from (case_of(part) for part in _partitions(graph, wish))
 
 
 class _Remembered(Iterable[Case]):

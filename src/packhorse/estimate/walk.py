@@ -174,11 +174,15 @@ class Walk:
         if s not in self.split:
             self._differentiate(s, k, 1.0)
             return
-        self._compute(s, k, self._price(s).backward / 2)
+        self._compute(s, k, (1.0 - self._rest_of(s)) * self._price(s).backward)
         self.tally.note(self.device, self.case.footprint(s, self.choices.rows).backward)
 
     def _w(self, s: int, k: int) -> None:
-        self._differentiate(s, k, 0.5)
+        self._differentiate(s, k, self._rest_of(s))
+
+    def _rest_of(self, s: int) -> float:
+        """The share of a backward that is left for later."""
+        return 0.5 if self.case.partition.segments[s].differentiable_inputs else 1.0
 
     def _differentiate(self, s: int, k: int, share: float) -> None:
         """Backward, or what of it is left, to the end of the graph."""

@@ -27,6 +27,10 @@ from packhorse.partition.segment import Segment
 # TFLOPS behind a link of tens of GB/s). A transfer hides behind compute, so a segment's time is the larger of the two.
 FLOPS_PER_BYTE = 100.0
 
+# What a segment takes to begin, to end and to be updated, a millisecond or two, shows beside less than this: flops forward.
+SMALL_FLOPS = 500_000_000
+SMALL_BYTES = 4 << 20  # of parameters: what joined segments hold of gradients at a time
+
 # Partitions whose slowest segment is within this factor of the best are equal; then fewest bytes carried decides.
 SLACK = 1.01
 
@@ -98,6 +102,24 @@ def partition(
         raise PartitionError(f"segments is {segments!r}, expected a number of at least 1, or 'finest'")
     search = _Search(graph, places, {p.index for p in pinned}, max_bytes, flops_per_byte)
     return Partition(graph, tuple(search.best(segments)))
+
+
+def join_small(part: Partition) -> Partition:
+    """Neighbours become one segment as long as they are small together.
+
+    But for users of one parameter, whose gradients are added in the same order wherever the model is cut.
+    """
+    kept: list[Place] = []
+    flops = nbytes = 0
+    names: set[str] = set()
+    for segment, place in zip(part.segments, [None, *part.cuts], strict=True):
+        flops, nbytes = flops + segment.flops, nbytes + segment.parameter_nbytes
+        is_small = flops <= SMALL_FLOPS and nbytes <= SMALL_BYTES and names.isdisjoint(segment.parameters)
+        if place is not None and not is_small:
+            kept.append(place)
+            flops, nbytes, names = segment.flops, segment.parameter_nbytes, set()
+        names |= set(segment.parameters)
+    return Partition(part.graph, tuple(kept))
 
 
 def _find_pinned(graph: Graph, places: list[Place], name: str) -> Place:

@@ -250,61 +250,6 @@ class Segment:
         return f"Segment({self.index}: {', '.join(self.modules)})"
 
 
-class Rest:
-    """A backward in two halves: gradients of inputs, and, later, those of parameters, for one microbatch, to the same bits.
-
-    Kernels run once for each half, on the same operands. torch's own pipelines find where the halves part, and so it is
-    asked. Where no input needs a gradient, nothing is done before the second half.
-    """
-
-    def __init__(
-        self,
-        segment: Segment,
-        parameters: Mapping[str, Tensor],
-        inputs: Mapping[str, Tensor],
-        outputs: Mapping[str, Tensor],
-        gradients: Mapping[str, Tensor],
-    ):
-        self._segment = segment
-        self._weights = {n: parameters[n] for n in segment.parameters if parameters[n].requires_grad}
-        self._whole: tuple[Any, ...] | None = (parameters, inputs, outputs, gradients)
-        self._groups: list[dict[str, Any]] = []
-
-    def begin(self) -> dict[str, Tensor]:
-        """Gradients of inputs."""
-        assert self._whole is not None
-        _, inputs, outputs, gradients = self._whole
-        leaves = {n: inputs[n] for n in self._segment.inputs if inputs[n].requires_grad}
-        roots = self._segment.find_roots(leaves, outputs, gradients)
-        if not leaves or not roots:
-            return {}
-        from torch.distributed.pipelining._backward import stage_backward_input
-
-        seeds = [gradients[name] for name in roots]
-        found, self._groups = stage_backward_input(
-            list(roots.values()), seeds, list(leaves.values()), self._iterate_weights()
-        )
-        self._whole = None
-        return {name: gradient for name, gradient in zip(leaves, found, strict=True) if gradient is not None}
-
-    def _iterate_weights(self) -> Any:
-        """Leaves like parameters, which is what torch means."""
-        return iter(self._weights.values())
-
-    def finish(self) -> dict[str, Tensor]:
-        """Gradients of parameters."""
-        if self._whole is not None:
-            found = self._segment.differentiate(*self._whole)
-            return {name: gradient for name, gradient in found.items() if name in self._weights}
-        from torch.distributed.pipelining._backward import stage_backward_weight
-
-        stage_backward_weight(self._iterate_weights(), self._groups)
-        gradients = {name: weight.grad for name, weight in self._weights.items() if weight.grad is not None}
-        for weight in self._weights.values():
-            weight.grad = None
-        return gradients
-
-
 def _looks_up(node: Node) -> bool:
     """An embedding as it comes: with a dense gradient, not scaled by how often a row is used."""
     operation = node.operation

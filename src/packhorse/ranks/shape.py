@@ -13,15 +13,15 @@ class Ranks:
     """`data` x `pipeline` ranks; rank r sees the samples of replica r // pipeline, and holds stage r % pipeline.
 
     `order` is that of a pipeline: one forward, one backward; interleaved, with `chunks` stages a rank that do not follow each
-    other; or zero-bubble, with gradients of parameters found while a rank would else wait for those of values. `ahead` more
-    microbatches than it takes to keep all busy are under way in each stage, to hide the time of messages; None: as many as
-    the plan finds worth their memory. `group`: a stage that does not fit in memory goes through it layer to layer, so many
-    microbatches at a time; 0: it stays there; None: as the plan finds.
+    other; or zero-bubble, with gradients of parameters found while a rank would else wait for those of values; None: the
+    first or the last, as the plan finds. `ahead` more microbatches than it takes to keep all busy are under way in each
+    stage, to hide the time of messages; None: as many as the plan finds worth their memory. `group`: a stage that does not fit
+    in memory goes through it layer to layer, so many microbatches at a time; 0: it stays there; None: as the plan finds.
     """
 
     data: int = 1
     pipeline: int = 1
-    order: Order = "1f1b"
+    order: Order | None = None
     chunks: int = 1
     ahead: int | None = None
     group: int | None = None
@@ -35,9 +35,9 @@ class Ranks:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
                 raise RanksError(f"ranks.{name} is {value!r}, expected a number of microbatches, or 0")
-        if self.group and self.order != "1f1b":
+        if self.group and self.order not in (None, "1f1b"):
             raise RanksError(f"ranks.group is {self.group} in {self.order!r} order; stages are streamed in 1f1b only")
-        if self.order not in get_args(Order):
+        if self.order is not None and self.order not in get_args(Order):
             raise RanksError(f"ranks.order is {self.order!r}, expected one of {', '.join(get_args(Order))}")
         if (self.order == "interleaved") != (self.chunks > 1):
             raise RanksError(
@@ -64,7 +64,8 @@ class Ranks:
             )
 
     def __str__(self) -> str:
-        pipeline = f"{self.pipeline} stages in a pipeline ({self.order})" if self.pipeline > 1 else ""
+        order = f" ({self.order})" if self.order else ""
+        pipeline = f"{self.pipeline} stages in a pipeline{order}" if self.pipeline > 1 else ""
         data = f"{self.data} x the samples" if self.data > 1 else ""
         return " of ".join(part for part in (data, pipeline) if part) or "one rank"
 
