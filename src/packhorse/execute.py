@@ -175,6 +175,7 @@ class Executor:
             raise failures[0]
         if self.others is not None:
             self.others.finish()
+        self.running.heap.leave()
 
     def submit_commit(self, commit: Callable[[], None]) -> None:
         """Runs when the updates that are under way are written; the next step's wait for it, but not what that reads.

@@ -257,6 +257,13 @@ def _find_in_libc(name: str) -> Callable[..., int] | None:
         return None
 
 
+def release() -> None:
+    """Gives back to the system what malloc has that nobody uses."""
+    trim = _find_in_libc("malloc_trim")
+    if trim is not None:
+        trim(0)
+
+
 LEEWAY = 16 << 20  # growth that is let pass
 WORTHWHILE = 4 << 20  # to be given back, beside the milliseconds that takes
 LARGE = 16 << 20  # pieces from that size on malloc gives back as soon as they are freed;
@@ -290,7 +297,7 @@ class Heap:
     def __init__(self, ledger: Ledger, *, keeps: bool, ceiling: int | None = 0, going: int = 0, strict: bool = False):
         self.ledger, self.keeps, self._ceiling, self.strict = ledger, keeps, ceiling, strict
         self._others = 0
-        self._left: int | None = None  # what was not counted when the last step ended
+        self._left: tuple[int, int] | None = None  # when the last step ended: what there was, and what of it is counted
         self._base = self._floor = self._uncounted_bytes() - going
         self._trim, set_option = _find_in_libc("malloc_trim"), _find_in_libc("mallopt")
         if set_option is not None:
@@ -302,16 +309,22 @@ class Heap:
         return None if self._ceiling is None else self._ceiling + self._others
 
     def enter(self) -> None:
-        """Before a step: what has come since the last one is somebody else's, and no less needed for it."""
-        if self.strict or self._left is None:
-            return
-        others = max(self._others + self._uncounted_bytes() - self._left, 0)
-        grown, self._others = others - self._others, others
-        self._base, self._floor = self._base + grown, self._floor + grown
+        """Before a step: what has come since the last one is somebody else's, and no less needed for it.
+
+        What was still counted then and is not now may be gone or lie idle, so that others' part is known only within bounds:
+        the least counts. A step that is one segment turns to no other, and gives back here.
+        """
+        if not self.strict and self._left is not None:
+            grown, counted = resident_bytes() - self._left[0], self.ledger.total("host") - self._left[1]
+            least, most = sorted((grown, grown - counted))
+            others = max(self._others + min(max(least, 0), most), 0)
+            self._base, self._floor = self._base + others - self._others, self._floor + others - self._others
+            self._others = others
+        self.tidy(needed=0)
 
     def leave(self) -> None:
         """After a step."""
-        self._left = self._uncounted_bytes()
+        self._left = resident_bytes(), self.ledger.total("host")
 
     def tidy(self, reusable: int = 0, *, needed: int | None = None, computing: bool = False) -> None:
         """Gives back what lies idle, if what is `needed` next finds no room beside it; where that is not known, in any case.

@@ -28,7 +28,17 @@ from packhorse.graph import Graph
 from packhorse.layout import make_layout
 from packhorse.lowering import finish
 from packhorse.machine import Machine
-from packhorse.memory import Heap, Ledger, Memory, Pool, peak_resident_bytes, read_budget, resident_bytes, settle
+from packhorse.memory import (
+    Heap,
+    Ledger,
+    Memory,
+    Pool,
+    peak_resident_bytes,
+    read_budget,
+    release,
+    resident_bytes,
+    settle,
+)
 from packhorse.optimizer import Stepper, refuse_sparse
 from packhorse.partition import Partition
 from packhorse.plan import Measured, Plan, Strategy, find_fingerprint, read_plan
@@ -165,6 +175,7 @@ class Trainer:
             self._finish(journal, means)
         self._build(means, self._arrangement.wish, versions, resume, weights)
         self._state.hand_over(self.model)
+        release()  # what lay there before the store had it
         _open.add(self)
 
     def _measure_machine(self) -> Machine:

@@ -5,7 +5,7 @@ one piece, in training and in evaluation. A part is an ordinary module, so `ph.T
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -188,14 +188,14 @@ class Part(nn.Module):
             module = module._modules[name]  # type: ignore[assignment]  # it is there
         return module
 
-    def hold(self, values: Mapping[str, Tensor]) -> None:
-        """Has values of its own from now on, instead of the model's."""
-        for name, old in [*self.named_parameters(), *self.named_buffers()]:
+    def hold(self, values: Iterable[tuple[str, Tensor]]) -> None:
+        """Has these values by name from now on, the very tensors, instead of the model's."""
+        for name, value in values:
             holder, leaf = self._hold(name.rpartition(".")[0]), name.rpartition(".")[2]
-            if isinstance(old, nn.Parameter):
-                holder._parameters[leaf] = nn.Parameter(values[name].detach().clone(), old.requires_grad)
+            if leaf in holder._parameters:
+                holder._parameters[leaf] = nn.Parameter(value, holder.get_parameter(leaf).requires_grad)
             else:
-                holder._buffers[leaf] = values[name].detach().clone()
+                holder._buffers[leaf] = value
 
     def bind(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Columns by name -> its keyword arguments, classes included if they are among them."""
@@ -393,15 +393,27 @@ def _training_bytes(graph: Graph, stepper: Stepper, start: int, stop: int) -> in
 
 
 def _conventional_bytes(graph: Graph, stepper: Stepper) -> int:
-    """The same of all of the model by an ordinary loop, which steps every parameter whole, with what that allocates."""
+    """The same of all of the model by an ordinary loop, which steps every parameter whole, with what that allocates.
+
+    What backward and the steps of smaller parameters had stays with malloc while large ones, which it does not keep, are
+    stepped.
+    """
     whole = Segment(graph, 0, 0, len(graph.nodes))
-    trained = [name for name in whole.parameters if name in stepper.groups and graph.parameters[name].trainable]
-    largest = max(trained, key=lambda name: graph.parameters[name].nbytes)
-    stepping = sum(graph.parameters[name].nbytes for name in trained)
-    dimensions = len(graph.parameters[largest].shape)
-    stepping += int(stepper.temporaries(largest, dimensions) * graph.parameters[largest].nbytes)
+    sizes = {name: graph.parameters[name].nbytes for name in whole.parameters if name in stepper.groups}
+    trained = {name: nbytes for name, nbytes in sizes.items() if graph.parameters[name].trainable}
+
+    def step(names: Collection[str]) -> int:
+        """Gradients of these, and what the largest takes when it is stepped."""
+        if not names:
+            return 0
+        largest = max(names, key=lambda name: trained[name])
+        taken = stepper.temporaries(largest, len(graph.parameters[largest].shape)) * trained[largest]
+        return sum(trained[name] for name in names) + int(taken)
+
+    large = [name for name in trained if trained[name] >= LARGEST]
     backward = find_footprint(whole, graph.batch.rows).backward
-    return _state_bytes(whole, stepper) + max(backward, stepping) + whole.input_nbytes
+    kept = max(backward - sum(trained[name] for name in large), step(trained.keys() - set(large)))
+    return _state_bytes(whole, stepper) + max(backward, kept + step(large)) + whole.input_nbytes
 
 
 def _state_bytes(segment: Segment, stepper: Stepper) -> int:

@@ -331,11 +331,13 @@ class SegmentedTrainer:
         part = Part(self.division, i)
         if self._is_meta:
             files = self._home.model(i)
+            given = {**dict(part.named_parameters()), **dict(part.named_buffers())}
+            stored = SafetensorsFiles(files) if files.exists() else {}
+            part.hold((name, stored[name].load()) for name in given if name in stored)
             with torch.random.fork_rng([]):
                 torch.manual_seed(self._seed(i))
-                names = {*dict(part.named_parameters()), *dict(part.named_buffers())}
-                values = _read(files) if files.exists() else dict(read_model(self.model, names))
-            part.hold({name: values[name] for name in names})
+                first = read_model(self.model, [name for name in given if name not in stored])
+                part.hold((name, value if given[name].is_meta else value.clone()) for name, value in first)
         return part
 
     def _make_optimizer(self, i: int, part: Part) -> torch.optim.Optimizer:
