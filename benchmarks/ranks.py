@@ -31,6 +31,7 @@ from shaped import Place, shaped
 SHARES = (0.1, 0.2, 0.3, 0.5)
 FREE = 10_000  # Mbit/s: no limit
 TIMED = 3.0  # seconds of steps that are timed together
+FINALISTS = 3  # of the cuts that are tried
 PORT = 29517  # of the first contender
 MARK = "told: "  # before what a rank tells
 Job = dict[str, Any]
@@ -394,27 +395,26 @@ def measure_standard(options: argparse.Namespace, results: dict[str, Any]) -> No
 
 
 def measure_cuts(options: argparse.Namespace, results: dict[str, Any]) -> None:
-    """A model whose layers are not alike: an embedding, blocks, a head as costly as several of them."""
-    job = {
-        "text": {"layers": 8, "width": 128, "rows": 16},
-        "ranks": {"pipeline": 2},
-        "microbatches": 4,
-        "repeats": options.repeats,
-    }
+    """A model whose layers are not alike: an embedding, blocks, a head as costly as several of them.
+
+    The fastest of twenty is so by luck too: those that came first start anew, and take more turns with the automatic cut.
+    """
+    job: Job = {"text": {"layers": 8, "width": 192, "rows": 32}, "ranks": {"pipeline": 2}, "microbatches": 4}
     legal, middle = find_cuts(job)
     chosen = random.Random(0).sample(legal, 20)
-    job["contenders"] = {
-        "automatic": {"by": "packhorse"},
+    automatic = {"automatic": {"by": "packhorse"}}
+    others = {
         "equal layers": {"by": "packhorse", "stage_cuts": [middle]},
         **{f"cut before {cut}": {"by": "packhorse", "stage_cuts": [cut]} for cut in sorted(chosen)},
     }
-    found = run(job, FREE)
-    medians = found["median seconds"]
-    best = min((name for name in medians if name != "automatic"), key=lambda name: medians[name])
-    found["best of the others"] = best
-    found["automatic / best"] = round(medians["automatic"] / medians[best], 3)
-    results["two stages"] = found
-    print(medians, best, found["automatic / best"], flush=True)
+    found = results["two stages"] = run({**job, "contenders": {**automatic, **others}, "repeats": 3}, FREE)
+    fastest = sorted(others, key=lambda name: found["median seconds"][name])[:FINALISTS]
+    final = {**automatic, **{name: others[name] for name in fastest}}
+    duel = results["the fastest, again"] = run({**job, "contenders": final, "repeats": 3 * options.repeats}, FREE)
+    medians = duel["median seconds"]
+    best = min(fastest, key=lambda name: medians[name])
+    duel["best of the others"], duel["automatic / best"] = best, round(medians["automatic"] / medians[best], 3)
+    print(found["median seconds"], medians, best, duel["automatic / best"], flush=True)
 
 
 def measure_shards(options: argparse.Namespace, results: dict[str, Any]) -> None:
