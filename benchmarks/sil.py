@@ -323,6 +323,7 @@ def measure_wall(options: argparse.Namespace) -> dict[str, Any]:
         "conventional, one core": (Way(), 1),
         "conventional, two cores": (Way(), 2),
         "two parts at once, one core each": (Way(TWO, "hadamard", mode="parallel"), 1),
+        "the same, cut for memory": (Way(MEMORY, "readout", mode="parallel"), 1),
     }
     results: dict[str, Any] = {name: {"runs": {}} for name in ways}
     for seed in range(options.seeds):
@@ -332,6 +333,7 @@ def measure_wall(options: argparse.Namespace) -> dict[str, Any]:
             print(name, seed, found, flush=True)
     for found in results.values():
         found["median seconds"] = statistics.median(r["seconds"] for r in found["runs"].values())
+        found["mean"] = round(statistics.fmean(r["accuracy"] for r in found["runs"].values()), 3)
     return results
 
 
