@@ -30,7 +30,7 @@ from shaped import Place, shaped
 
 SHARES = (0.1, 0.2, 0.3, 0.5)
 FREE = 10_000  # Mbit/s: no limit
-TIMED = 3.0  # seconds of steps that are timed together
+TIMED = 1.5  # seconds of steps that are timed together: short turns, since the machine's speed changes
 FINALISTS = 3  # of the cuts that are tried
 PORT = 29517  # of the first contender
 MARK = "told: "  # before what a rank tells
@@ -141,6 +141,7 @@ class Ours:
         return {
             "last step": {kind: round(taken, 4) for kind, taken in seconds.most_common(6)},
             "planned_seconds": round(plan.estimate.seconds, 4),
+            "planned busy": {lane: round(seconds, 4) for lane, seconds in plan.estimate.busy.items()},
             "sent": plan.estimate.moved.get("network", 0),
             "order": plan.ranks.order,
             "ahead": plan.ranks.ahead,
@@ -244,7 +245,6 @@ class Contender:
             self.children.append(subprocess.Popen(pinned, env=environment, stdin=pipe, stdout=pipe, text=True))
         self.hear()
         self.steps = max(2, round(TIMED / self.time(1)))
-        self.seconds: list[float] = []
 
     def hear(self) -> list[Any]:
         """What every rank tells next."""
@@ -274,22 +274,27 @@ class Contender:
         return facts
 
 
-def run(job: Job, mbit: float, size: int = 2) -> dict[str, Any]:
-    """All contenders, in turns, one called `unhindered` on free links. The most that a rank sends is what counts."""
+def run(job: Job, mbit: float, size: int = 2, starts: int = 1) -> dict[str, Any]:
+    """All contenders, in turns, one called `unhindered` on free links. The most that a rank sends is what counts.
+
+    They start anew as often as is said: a process may be some per cent slower than another that does the same.
+    """
     job = dict(job)
     wanted = job.pop("contenders")
-    with shaped(size, mbit) as slow, shaped(size, FREE, 1) as free:
-        places = {name: free if name == "unhindered" else slow for name in wanted}
-        contenders = {name: Contender(job, wanted[name], places[name], PORT + i) for i, name in enumerate(wanted)}
-        for _ in range(job["repeats"]):
-            for contender in contenders.values():
-                contender.seconds.append(round(contender.time(contender.steps), 5))
-        told = {name: contender.end() for name, contender in contenders.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in wanted}
+    for _ in range(starts):
+        with shaped(size, mbit) as slow, shaped(size, FREE, 1) as free:
+            places = {name: free if name == "unhindered" else slow for name in wanted}
+            contenders = {name: Contender(job, wanted[name], places[name], PORT + i) for i, name in enumerate(wanted)}
+            for _ in range(job["repeats"]):
+                for name, contender in contenders.items():
+                    seconds[name].append(round(contender.time(contender.steps), 5))
+            told = {name: contender.end() for name, contender in contenders.items()}
     return {
         "mbit": round(mbit, 1),
-        "median seconds": {name: statistics.median(c.seconds) for name, c in contenders.items()},
+        "median seconds": {name: statistics.median(taken) for name, taken in seconds.items()},
         "facts": {name: {**f[0], "sent": max(o["sent"] for o in f)} for name, f in told.items() if f[0]},
-        "seconds": {name: c.seconds for name, c in contenders.items()},
+        "seconds": seconds,
     }
 
 
@@ -310,8 +315,15 @@ def compare(found: dict[str, Any]) -> None:
     }
 
 
-def sweep(title: str, job: Job, size: int, options: argparse.Namespace, results: dict[str, Any]) -> None:
-    """Over links on which messages take a share of the serial step."""
+def sweep(
+    title: str,
+    job: Job,
+    size: int,
+    options: argparse.Namespace,
+    results: dict[str, Any],
+    more: dict[float, dict[str, Any]] | None = None,
+) -> None:
+    """Over links on which messages take a share of the serial step; at some shares with more contenders."""
     ours = {"unhindered": job["contenders"]["packhorse"]}
     job = {**job, "contenders": {**job["contenders"], **ours}}
     free = None
@@ -322,7 +334,9 @@ def sweep(title: str, job: Job, size: int, options: argparse.Namespace, results:
         if free is None:
             free = run({**job, "contenders": ours}, FREE, size)
             print(title, free["median seconds"], free["facts"], flush=True)
-        found = run(job, rate(free["facts"]["unhindered"]["sent"], free["median seconds"]["unhindered"], share), size)
+        mbit = rate(free["facts"]["unhindered"]["sent"], free["median seconds"]["unhindered"], share)
+        contenders = {**job["contenders"], **(more or {}).get(share, {})}
+        found = run({**job, "contenders": contenders}, mbit, size, options.starts)
         compare(found)
         results[place] = found
         print(place, {k: v for k, v in found.items() if k not in ("seconds", "facts")}, flush=True)
@@ -334,11 +348,10 @@ def measure_data(options: argparse.Namespace, results: dict[str, Any]) -> None:
         "packhorse": {"by": "packhorse"},
         "serial": {"by": "packhorse", "serial": True},
         "ddp": {"by": "plain", "ddp": 0},
-        "ddp 1 MB": {"by": "plain", "ddp": 1},
         "ddp 2 MB": {"by": "plain", "ddp": 2},
-        "ddp 4 MB": {"by": "plain", "ddp": 4},
-        "alone": {"by": "plain", "ddp": None},
     }
+    others = {"ddp 1 MB": {"by": "plain", "ddp": 1}, "ddp 4 MB": {"by": "plain", "ddp": 4}}
+    more = {0.3: {**others, "alone": {"by": "plain", "ddp": None}}}
     for model in options.models:
         job = {
             "model": model,
@@ -347,7 +360,7 @@ def measure_data(options: argparse.Namespace, results: dict[str, Any]) -> None:
             "contenders": contenders,
             "repeats": options.repeats,
         }
-        sweep(model, job, 2, options, results)
+        sweep(model, job, 2, options, results, more)
 
 
 def measure_pipeline(options: argparse.Namespace, results: dict[str, Any]) -> None:
@@ -385,7 +398,7 @@ def measure_standard(options: argparse.Namespace, results: dict[str, Any]) -> No
     job["contenders"] = {"packhorse": {"by": "packhorse", "stage_cuts": [middle]}, "torch": {"by": "torch"}}
     nbytes = text["rows"] // 8 * text["context"] * text["width"] * 4
     for milliseconds in (0, 35, 70):
-        found = run(job, 8e-3 * nbytes / milliseconds if milliseconds else FREE)
+        found = run(job, 8e-3 * nbytes / milliseconds if milliseconds else FREE, starts=options.starts)
         medians = found["median seconds"]
         found["over torch"] = round(medians["torch"] / medians["packhorse"], 3)
         found["planned / measured"] = round(found["facts"]["packhorse"]["planned_seconds"] / medians["packhorse"], 3)
@@ -515,6 +528,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=["alexnet", "vgg16", "resnet50"])
     parser.add_argument("--shares", nargs="*", type=float, default=list(SHARES))
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--starts", type=int, default=2, help="of all contenders, each with so many repeats")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--directory", help="where stores go")
     parser.add_argument("--further", action="store_true", help="what the result file does not have yet")
