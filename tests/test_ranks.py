@@ -126,6 +126,7 @@ def test_what_was_planned_is_what_runs(ranks: ph.Ranks, strategy: Any) -> None:
             plan, links = trainer.plan, trainer._case.links
             planned = plan.actions(6 // ranks.data, trainer._case.weights, links)
             assert [record.action for record in trainer.records] == planned
+            assert plan.is_resident == (trainer._executor.running.heap.ceiling is None)  # no budget: all may stay
             return plan.ranks, plan.microbatches, plan.cuts, plan.pace, plan.strategy, sent, plan.estimate.moved
 
     found = run_ranks(ranks.size, work)

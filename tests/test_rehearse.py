@@ -37,6 +37,20 @@ def test_every_segment_of_the_zoo_runs_on_made_up_values(name: str) -> None:
         assert all(price is not None and price.forward > 0 and price.building > 0 for price in prices)
 
 
+def test_made_up_values_are_unlike_and_stay_in_bounds() -> None:
+    """Through layers without norms, too: numbers too small or too large take other times."""
+    model = nn.Sequential(*(layer for _ in range(30) for layer in (nn.Linear(64, 64), nn.ReLU())))
+    graph = ph.capture(model, torch.ones(4, 64), lambda y, _: y.sum())
+    pool = Pool(Ledger())
+    values: dict[str, torch.Tensor] = {}
+    for segment in partition(graph, segments=10).segments:
+        running = Running(Heap(Ledger(), keeps=True, ceiling=None), lambda *_: None)
+        play = rehearse._Play(segment, 4, CPU, running, pool, values)
+        play.forward("building")
+    found = values[segment.inputs[0]]
+    assert 1e-3 < found.std() < 1e3 and found.unique().numel() > found.numel() // 4
+
+
 @pytest.mark.parametrize("name", ["llama", "t5", "resnet"])
 def test_so_do_those_of_transformers(name: str) -> None:
     pytest.importorskip("transformers")

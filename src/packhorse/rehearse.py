@@ -221,20 +221,27 @@ class _Play:
         self.pool, self.host = pool, find_device(device, pool)
         graph = segment.graph
         types = {graph.values[o].name: graph.values[o].type for node in segment.nodes for o in node.operands}
-        self.parameters = {name: self._make(types[name], 0.02) for name in segment.parameters}
+        self.parameters = {name: self._make(types[name], is_weight=True) for name in segment.parameters}
         for name, parameter in self.parameters.items():
             parameter.requires_grad_(graph.parameters[name].trainable)
-        self.buffers = {name: self._make(types[name]) for name in segment.buffers}
+        self.buffers = {name: torch.ones_like(self._make(types[name])) for name in segment.buffers}
         self.inputs = {name: types[name] for name in segment.inputs}
         self.graphs: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
         self.sums: dict[str, Gradient] = {}
         self.seconds: defaultdict[str, list[float]] = defaultdict(list)
 
-    def _make(self, like: Type, value: float = 1.0) -> Tensor:
-        """All the same number, which is no matter to kernels; as an index, one that is always there."""
+    def _make(self, like: Type, *, is_weight: bool = False) -> Tensor:
+        """Unlike numbers: were all the same, kernels that branch, such as a maximum's, would foresee their way.
+
+        Weights are such that what passes through layers neither vanishes nor grows. An index is one that is always there.
+        """
         assert like.dtype is not None
         shape: Any = [size.at(self.rows) if isinstance(size, Size) else size for size in like.shape]
-        return torch.full(shape, value if like.dtype.is_floating_point else 0, dtype=like.dtype, device=self.device)
+        made = torch.zeros(shape, dtype=like.dtype, device=self.device)
+        if like.dtype.is_floating_point and made.numel():
+            reach = made.numel() // made.shape[0] if is_weight and made.ndim > 1 else 2
+            _repeat(_PATTERN.to(made) * (2 / reach) ** 0.5, made.view(-1))
+        return made
 
     def forward(self, what: str) -> None:
         """`what` is it for: "forward", to be forgotten; "building" a graph; or "rebuilding" one, without results."""
@@ -297,6 +304,16 @@ class _Play:
         forward, building, rebuilding, *others = (self.seconds[what] for what in Price._fields)
         found = (forward or building, building or rebuilding, rebuilding or building, *others)
         return Price(*(statistics.fmean(times) if times else 0.0 for times in found))
+
+
+_PATTERN = torch.randn(4093, generator=torch.Generator().manual_seed(0))
+
+
+def _repeat(pattern: Tensor, flat: Tensor) -> None:
+    """Fills a tensor as fast as a copy does."""
+    whole = flat.numel() // pattern.numel() * pattern.numel()
+    flat[:whole].view(-1, pattern.numel()).copy_(pattern)
+    flat[whole:].copy_(pattern[: flat.numel() - whole])
 
 
 def run(segments: Sequence[Segment], rows: int, resident: bool, device: torch.device) -> Outcome:

@@ -289,12 +289,16 @@ class Trainer:
         heap.leave()
 
     def _make_heap(self, limit: int | None) -> Heap:
-        """Freed memory goes back where more than planned would be taken, or, where there is plenty, than there is."""
+        """Freed memory goes back where more than planned would be taken, or, where there is plenty, than there is.
+
+        Of ranks that have plenty, none does: sums that are under way lie between what the next forward takes, which would be
+        given back and taken again at every step.
+        """
         planned, spare = self.plan.estimate.peak["host"], self.plan.estimate.kinds["host"].get(KEPT, 0)
         keeps = self.plan.is_resident
-        ceiling = planned - spare // 2  # half is enough: the rest is given back before it counts
+        ceiling: int | None = planned - spare // 2  # half is enough: the rest is given back before it counts
         if keeps:
-            ceiling = limit or int(DRIFT * planned)
+            ceiling = limit or (int(DRIFT * planned) if self._world is None else None)
         elif limit is not None and limit > 2 * planned:
             keeps, ceiling = True, limit
         return Heap(self._ledger, keeps=keeps, ceiling=ceiling, going=_own_bytes(self.model), strict=limit is not None)
