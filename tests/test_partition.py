@@ -1,6 +1,7 @@
 """Cuts: what forbids them, and that the search finds the best."""
 
 import itertools
+import sys
 
 import pytest
 import torch
@@ -186,7 +187,19 @@ def test_small_neighbours_become_one_but_for_users_of_one_parameter() -> None:
     for segment in joined.segments:  # the embedding is the head's, too
         inside = [s for s in blocks.segments if segment.start <= s.start < segment.stop]
         assert len(set().union(*(s.parameters for s in inside))) == sum(len(s.parameters) for s in inside)
-    assert join_small(ph.partition(make_chain([3 * 10**8] * 5, [1] * 5, [], []), "finest")).cuts[0].index == 1
+
+
+def test_what_has_no_parameters_goes_with_what_is_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["packhorse.partition.partition"]  # by its name it is the function
+    monkeypatch.setattr(module, "SMALL_FLOPS", 1000)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2), nn.ReLU())
+    finest = ph.partition(ph.capture(model, torch.ones(4, 16), lambda y, _: y.mean()), "finest")
+    joined = join_small(finest)
+    assert [segment.parameters for segment in joined.segments] == [
+        ("0.weight", "0.bias"),
+        ("2.weight", "2.bias"),
+        ("4.weight", "4.bias"),
+    ]
 
 
 def test_a_plan_without_a_budget_joins_what_is_small() -> None:

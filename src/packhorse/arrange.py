@@ -144,7 +144,7 @@ class _Way:
     def _plan(self, wish: Wish, ranks: Ranks, *, by_block: bool, explain: bool) -> tuple[Arrangement, Case, Plan]:
         found = lay_out(self.graph, wish, ranks, by_block=by_block)
         case_of = found.case_of(self.case_at, 0, self.updated)
-        cases = make_cases(self.graph, case_of, found.wish)
+        cases = make_cases(self.graph, case_of, found.wish, self.memory)
         return found, *choose_with(cases, found.wish, self.memory, self.machine, self.rehearsed, explain=explain)
 
     def _refuse(self, refusals: Sequence[tuple[Wish, Ranks, PackhorseError]]) -> PackhorseError:

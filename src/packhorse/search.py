@@ -98,7 +98,7 @@ def choose(
     known then, until it stands. What was `rehearsed` before counts.
     """
     rehearsed = Rehearsed() if rehearsed is None else rehearsed
-    cases = _Remembered(make_cases(graph, case_of, wish, joins=not _has_budget(memory)))
+    cases = _Remembered(make_cases(graph, case_of, wish, memory))
     case, plan = choose_with(cases, wish, memory, machine, rehearsed, explain=explain)
     for _ in range(REHEARSALS):
         if plan.ranks.size > 1 or not run_beforehand(case, plan, memory, machine):
@@ -121,12 +121,13 @@ def run_beforehand(case: Case, plan: Plan, memory: Memory, machine: Machine) -> 
     return needed <= room and case.rehearse(plan.rows, machine, resident=plan.is_resident, room=room)
 
 
-def make_cases(graph: Graph, case_of: CaseOf, wish: Wish, *, joins: bool = False) -> Iterator[Case]:
+def make_cases(graph: Graph, case_of: CaseOf, wish: Wish, memory: Memory) -> Iterator[Case]:
     """In the order in which they are tried.
 
-    With `joins`, small segments are one where all may stay in memory: nobody asked to have less of it there.
+    Small segments are one where all may stay in memory, and nobody asked to have less of it there.
     """
-    if joins and wish.strategy in ("auto", "resident") and wish.cuts is None and not graph.opaque:
+    stays = wish.strategy in ("auto", "resident") and not _has_budget(memory)
+    if stays and wish.cuts is None and not graph.opaque:
         blocks = partition(graph)
         joined = join_small(blocks)
         if joined.cuts != blocks.cuts and not (case := case_of(joined)).on_disk:

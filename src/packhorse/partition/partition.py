@@ -105,7 +105,7 @@ def partition(
 
 
 def join_small(part: Partition) -> Partition:
-    """Neighbours become one segment as long as they are small together.
+    """Neighbours become one segment as long as they are small together; what has no parameters goes with what is before it.
 
     But for users of one parameter, whose gradients are added in the same order wherever the model is cut.
     """
@@ -115,7 +115,7 @@ def join_small(part: Partition) -> Partition:
     for segment, place in zip(part.segments, [None, *part.cuts], strict=True):
         flops, nbytes = flops + segment.flops, nbytes + segment.parameter_nbytes
         is_small = flops <= SMALL_FLOPS and nbytes <= SMALL_BYTES and names.isdisjoint(segment.parameters)
-        if place is not None and not is_small:
+        if place is not None and segment.parameters and not is_small:
             kept.append(place)
             flops, nbytes, names = segment.flops, segment.parameter_nbytes, set()
         names |= set(segment.parameters)
