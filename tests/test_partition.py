@@ -184,6 +184,7 @@ def test_small_neighbours_become_one_but_for_users_of_one_parameter() -> None:
     blocks = ph.partition(ph.capture(model, make(4), loss))
     joined = join_small(blocks)
     assert {cut.index for cut in joined.cuts} < {cut.index for cut in blocks.cuts}
+    assert len(joined.segments) < len(join_small(blocks, least=16).segments) <= len(blocks.segments)
     for segment in joined.segments:  # the embedding is the head's, too
         inside = [s for s in blocks.segments if segment.start <= s.start < segment.stop]
         assert len(set().union(*(s.parameters for s in inside))) == sum(len(s.parameters) for s in inside)

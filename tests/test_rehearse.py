@@ -91,7 +91,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
     monkeypatch.setattr(rehearse, "rehearse", answer)
     monkeypatch.setattr(search, "LONG", 0.0)
-    monkeypatch.setattr(search, "join_small", lambda part: part)
+    monkeypatch.setattr(search, "join_small", lambda part, least: part)
     return asked
 
 

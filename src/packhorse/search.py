@@ -33,6 +33,7 @@ ROOM = 0.9  # of a budget is spent on what only makes it faster
 WORTH = 0.97  # of the time, for what costs memory that need not be spent
 LONG = 0.1  # seconds of a step from which on it is worth running its segments beforehand
 REHEARSALS = 3
+OVERLAPPING = 16  # segments, about, that replicas need for sums of gradients to hide behind backward
 PIECE_SECONDS = 0.03  # of sums over replicas: long beside what beginning one takes, short beside a step
 EAGER = 1.25  # the network must not wait for compute: that more is begun than has passed costs less
 LEAST_PIECE, MOST_PIECE = 256 << 10, 32 << 20
@@ -124,12 +125,13 @@ def run_beforehand(case: Case, plan: Plan, memory: Memory, machine: Machine) -> 
 def make_cases(graph: Graph, case_of: CaseOf, wish: Wish, memory: Memory) -> Iterator[Case]:
     """In the order in which they are tried.
 
-    Small segments are one where all may stay in memory, and nobody asked to have less of it there.
+    Small segments are one where all may stay in memory, and nobody asked to have less of it there; of replicas not all of
+    them, which sum the gradients of one while others still compute.
     """
     stays = wish.strategy in ("auto", "resident") and not _has_budget(memory)
     if stays and wish.cuts is None and not graph.opaque:
         blocks = partition(graph)
-        joined = join_small(blocks)
+        joined = join_small(blocks, least=1 if wish.ranks.data == 1 else OVERLAPPING)
         if joined.cuts != blocks.cuts and not (case := case_of(joined)).on_disk:
             yield case
     yield from (case_of(part) for part in _partitions(graph, wish))

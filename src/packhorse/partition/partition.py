@@ -104,17 +104,20 @@ def partition(
     return Partition(graph, tuple(search.best(segments)))
 
 
-def join_small(part: Partition) -> Partition:
+def join_small(part: Partition, least: int = 1) -> Partition:
     """Neighbours become one segment as long as they are small together; what has no parameters goes with what is before it.
+
+    In all they make about so many segments at `least`, if there are as many.
 
     But for users of one parameter, whose gradients are added in the same order wherever the model is cut.
     """
     kept: list[Place] = []
     flops = nbytes = 0
     names: set[str] = set()
+    most = min(SMALL_FLOPS, part.graph.flops // least)
     for segment, place in zip(part.segments, [None, *part.cuts], strict=True):
         flops, nbytes = flops + segment.flops, nbytes + segment.parameter_nbytes
-        is_small = flops <= SMALL_FLOPS and nbytes <= SMALL_BYTES and names.isdisjoint(segment.parameters)
+        is_small = flops <= most and nbytes <= SMALL_BYTES and names.isdisjoint(segment.parameters)
         if place is not None and segment.parameters and not is_small:
             kept.append(place)
             flops, nbytes, names = segment.flops, segment.parameter_nbytes, set()
