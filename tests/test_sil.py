@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import packhorse as ph
+from launch import run_ranks
 from packhorse.data import Labelled
 from packhorse.models import MLP
 from packhorse.sil import Hadamard, Readout, Site, Uniform, apart
+from packhorse.sil.hadamard import shortfall
 from packhorse.sil.labels import Reading
 from packhorse.sil.rows import INDEX, Rows, RowsWriter
 from packhorse.weights import SafetensorsFiles
@@ -208,6 +211,83 @@ def test_a_store_of_another_run_is_refused(tmp_path: Path) -> None:
         make_trainer(store=tmp_path / "s", resume=True, cuts=["layers.0"])
 
 
+def test_a_run_with_other_epochs_is_not_taken_for_the_same(tmp_path: Path) -> None:
+    with make_trainer(store=tmp_path / "s") as trainer:
+        trainer.fit(make_data(), epochs=2)
+    with (
+        make_trainer(store=tmp_path / "s", resume=True) as trainer,
+        pytest.raises(ph.StoreError, match="part 0 was trained for 2 epochs, but 3 are asked"),
+    ):
+        trainer.fit(make_data(), epochs=3)
+
+
+@pytest.mark.parametrize("mode", ["sequential", "parallel"])
+def test_fit_again_trains_further(mode: Any, tmp_path: Path) -> None:
+    """Also where another process takes over between the two, and there is what the first recovered."""
+    whole = make_model()
+    with make_trainer(whole, mode=mode, store=tmp_path / "whole") as trainer:
+        trainer.fit(make_data(), epochs=2)
+        first = values(whole)
+        trainer.recover(make_data(), epochs=1)
+        recovered = values(whole)
+        trainer.fit(make_data(), epochs=1)
+        assert not any(torch.equal(first[name], value) for name, value in values(whole).items())
+    with make_trainer(make_model(), mode=mode, store=tmp_path / "s") as trainer:
+        trainer.fit(make_data(), epochs=2)
+        trainer.recover(make_data(), epochs=1)
+    model = make_model()
+    with make_trainer(model, mode=mode, store=tmp_path / "s", resume=True) as trainer:
+        assert_equal(values(model), recovered)
+        trainer.fit(make_data(), epochs=2)
+        trainer.recover(make_data(), epochs=1)
+        assert_equal(values(model), recovered)  # nothing was done twice
+        trainer.fit(make_data(), epochs=1)
+    assert_equal(values(model), values(whole))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("strategy", ["auto", "relay"])
+def test_recovered_values_are_those_of_a_resumed_run(device: str, strategy: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"store": tmp_path / "s", "strategy": strategy, "labels": "readout"}
+    with make_trainer(make_model(device), **options) as trainer:
+        trainer.fit(make_data(), epochs=1)
+        before = trainer.evaluate(make_data(seed=None))
+        trainer.recover(make_data(), epochs=6)
+        recovered = trainer.evaluate(make_data(seed=None))
+        trainer.save(tmp_path / "one")
+    assert recovered > before
+    with make_trainer(make_model(device), resume=True, **options) as trainer:
+        assert trainer.evaluate(make_data(seed=None)) == recovered
+        trainer.save(tmp_path / "two")
+    one, two = (dict(SafetensorsFiles(tmp_path / name).items()) for name in ("one", "two"))
+    assert_equal({n: t.load() for n, t in two.items()}, {n: t.load() for n, t in one.items()})
+
+
+def test_a_recovery_that_died_goes_on_at_its_last_step(tmp_path: Path) -> None:
+    def run(model: nn.Module, store: str, progress: Any = None, resume: bool = False) -> None:
+        options: dict[str, Any] = {"strategy": "relay", "store": tmp_path / store, "progress": progress}
+        with make_trainer(model, resume=resume, **options) as trainer:
+            trainer.fit(shuffled(), epochs=1)
+            trainer.recover(shuffled(), epochs=2)
+
+    def shuffled() -> Any:
+        data = make_data(seed=None)
+        return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data.x, data.y), 16, shuffle=True)
+
+    def die(progress: Any) -> None:
+        if progress.phase == "recover" and progress.step == 8:
+            raise KeyboardInterrupt
+
+    expected, model, steps = make_model(), make_model(), []
+    run(expected, "whole")
+    torch.manual_seed(77)  # orders follow from the run's seed, not from what else draws
+    with pytest.raises(KeyboardInterrupt):
+        run(make_model(), "s", die)
+    run(model, "s", lambda p: steps.append((p.phase, p.step)), resume=True)
+    assert steps == [("recover", step) for step in range(9, 13)]
+    assert_equal(values(model), values(expected))
+
+
 def test_recovery_is_ordinary_training_of_the_joined_model() -> None:
     model = make_model()
     with make_trainer(model) as trainer:
@@ -237,8 +317,58 @@ def test_parts_at_once_in_processes_of_their_own() -> None:
     model = make_model()
     with make_trainer(model, mode="parallel", parts=2) as trainer:
         trainer.fit(make_data(), epochs=8)
-        assert [s.trained for s in trainer.standings] == [True, True]
+        assert [s.epochs for s in trainer.standings] == [(8,), (8, 1)]
         assert trainer.evaluate(make_data(seed=None)) > 0.8
+
+
+def test_parts_at_once_by_relay_are_refined_too(tmp_path: Path) -> None:
+    results = []
+    for more in ({}, {"strategy": "relay", "store": tmp_path / "s"}):
+        model = make_model()
+        with make_trainer(model, mode="parallel", parts=2, refine=2, **more) as trainer:
+            trainer.fit(make_data(), epochs=3)
+            assert [s.epochs for s in trainer.standings] == [(3,), (3, 2)]
+            assert [s.steps for s in trainer.standings] == [18, 30]
+        results.append(values(model))
+    assert_equal(results[1], results[0])
+
+
+def test_parts_at_once_tell_how_far_they_are() -> None:
+    told: list[Any] = []
+    with make_trainer(mode="parallel", parts=2, progress=told.append) as trainer:
+        trainer.fit(make_data(), epochs=2)
+        trainer.recover(make_data(), epochs=1)
+    for key, steps in {(0, "fit"): 12, (1, "fit"): 12, (1, "refine"): 6, (2, "recover"): 6}.items():
+        assert [p.step for p in told if (p.part, p.phase) == key] == list(range(1, steps + 1)), key
+
+
+def test_processes_of_parts_end_with_the_one_that_started_them(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"""
+import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+import os, time, test_sil
+class Slow:
+    def __iter__(self):
+        print(os.getpid(), flush=True)
+        time.sleep(60)
+test_sil.make_trainer(mode="parallel", parts=2).fit(Slow(), epochs=1)
+"""
+    )
+    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    children = [int(parent.stdout.readline()) for _ in range(2)]
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 20
+    while any(_is_running(child) for child in children):
+        assert time.monotonic() < deadline, "children outlived their parent"
+        time.sleep(0.05)
+
+
+def _is_running(process: int) -> bool:
+    status = Path(f"/proc/{process}/status")
+    return status.exists() and "State:\tZ" not in status.read_text()
 
 
 def test_what_a_process_says_when_it_dies() -> None:
@@ -265,11 +395,37 @@ trainer.fit(test_sil.make_data(), epochs=8)
 print("accuracy", trainer.evaluate(test_sil.make_data(seed=None)))
 """
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", str(script)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     found = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("accuracy")]
     assert len(found) == 2 and found[0] == found[1] > 0.8
+
+
+def test_ranks_recover_together_and_refuse_what_they_must_not_take_over(tmp_path: Path) -> None:
+    """A store that holds a run is refused by all ranks, not waited for; none is refused too."""
+
+    def work(rank: int) -> Any:
+        data, said = make_data(), []
+        with make_trainer(mode="parallel", parts=2, store=tmp_path / "s", labels="readout") as trainer:
+            trainer.fit(data, epochs=4)
+            before = trainer.evaluate(make_data(seed=None))
+            trainer.recover(data, epochs=4)
+            after, recovered = trainer.evaluate(make_data(seed=None)), values(trainer.model)
+        for options in ({"store": tmp_path / "s"}, {"store": None}, {"store": tmp_path / "s", "resume": True}):
+            try:
+                with make_trainer(mode="parallel", parts=2, labels="readout", **options) as trainer:
+                    assert_equal(values(trainer.model), recovered)
+                said.append("taken up")
+            except ph.PackhorseError as error:
+                said.append(str(error))
+        return before, after, recovered, said
+
+    (before, after, one, said), (_, _, two, same) = run_ranks(2, work)
+    assert_equal(one, two)
+    assert after >= before > 0.5
+    assert said == same and "holds a run; pass resume=True" in said[0] and "pass store=DIRECTORY" in said[1]
+    assert said[2] == "taken up"
 
 
 def test_ranks_share_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,7 +501,7 @@ def test_sequences_and_what_crosses_beside_the_value(tmp_path: Path) -> None:
             assert accuracy == pytest.approx((model(tokens).argmax(1) == y).float().mean().item())
 
 
-def test_a_scheme_of_ones_own() -> None:
+def test_a_scheme_of_ones_own(tmp_path: Path) -> None:
     class Mine:
         activated = True
 
@@ -361,9 +517,11 @@ def test_a_scheme_of_ones_own() -> None:
         def imitate(self, classes: Tensor, generator: torch.Generator) -> Tensor:
             return F.one_hot(classes, 16).float()
 
-    with make_trainer(labels=Mine()) as trainer:
+    with make_trainer(labels=Mine(), store=tmp_path / "s") as trainer:
         trainer.fit(make_data(), epochs=4)
         assert trainer.evaluate(make_data(seed=None)) > 0.7
+    with make_trainer(labels=Mine(), store=tmp_path / "s", resume=True) as trainer:  # another object, the same scheme
+        assert trainer.standings[0].done
 
 
 def test_rates_batch_sizes_groups_and_schedules() -> None:
@@ -423,9 +581,23 @@ def test_codes_stand_for_their_classes(classes: int, width: int, seed: int) -> N
             assert torch.equal(one.scores(one.codes).argmax(1), y)  # type: ignore[attr-defined]
         made = one.imitate(y, torch.Generator().manual_seed(0))
         assert made.shape == (classes, width) and made.isfinite().all()
-    if classes <= width and math.log2(width).is_integer():
-        codes = Hadamard()(Site(0, (width,), classes, seed)).codes  # type: ignore[attr-defined]
-        assert torch.equal(codes @ codes.T, width * torch.eye(classes))
+
+
+@given(st.integers(2, 200), st.data())
+@settings(deadline=None, max_examples=60)
+def test_codes_of_signs_are_as_orthogonal_as_their_length_allows(width: int, data: st.DataObject) -> None:
+    classes = data.draw(st.integers(2, width))
+    codes = Hadamard()(Site(0, (width,), classes, data.draw(st.integers(0, 9)))).codes  # type: ignore[attr-defined]
+    assert codes.shape == (classes, width) and torch.equal(codes.abs(), torch.ones(classes, width))
+    largest = (codes @ codes.T - width * torch.eye(classes)).abs().max().item()
+    assert largest <= shortfall(classes, width)
+    if math.log2(width).is_integer() or (width, classes) == (12, 12):
+        assert largest == 0
+
+
+def test_few_lengths_have_no_orthogonal_codes() -> None:
+    assert [n for n in range(4, 200, 4) if shortfall(10, n)] == []  # two matrices side by side, if not one
+    assert max(shortfall(n, n) / n for n in range(16, 200)) < 0.18
 
 
 @pytest.mark.parametrize("shape", [(7,), (5, 7), (7, 4, 4), (7, 3, 4, 4)])
@@ -541,9 +713,26 @@ class Counts(nn.Module):
         (make_model, {"cuts": "layers.0"}, ph.PackhorseError, "expected a list of module names"),
         (make_model, {"num_classes": 1}, ph.PackhorseError, "num_classes is 1"),
         (make_model, {"num_classes": 3}, ph.BatchError, "y has classes from 0 to 3, expected 0 to 2"),
-        (make_model, {"num_classes": 40}, ph.PackhorseError, "40 classes need codes of at least that length"),
+        (
+            lambda: MLP((12, 16, 40)),
+            {"num_classes": 40, "parts": 2},
+            ph.PackhorseError,
+            "40 classes need codes of at least",
+        ),
+        (
+            make_model,
+            {"num_classes": 5},
+            ph.PackhorseError,
+            "num_classes is 5, but the model's output has 4 scores a row",
+        ),
         (make_model, {"rates": [1e-3] * 3}, ph.PackhorseError, "rates has 3 entries for 2 parts"),
+        (make_model, {"rates": ["fast", 1]}, ph.PackhorseError, "rates is 'fast' for part 0"),
+        (make_model, {"batch_sizes": 0}, ph.PackhorseError, "batch_sizes is 0 for part 0, expected a whole number"),
+        (make_model, {"batch_sizes": [16, 2.5]}, ph.PackhorseError, "batch_sizes is 2.5 for part 1"),
         (make_model, {"refine": -1}, ph.PackhorseError, "refine is -1"),
+        (make_model, {"refine": 0.5}, ph.PackhorseError, "refine is 0.5"),
+        (make_model, {"noise": "much"}, ph.PackhorseError, "noise is 'much'"),
+        (make_model, {"noise": float("nan")}, ph.PackhorseError, "noise is nan"),
     ],
 )
 def test_wrong_choices(make: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -565,6 +754,7 @@ def test_a_cut_whose_value_is_no_float() -> None:
     ("example", "message"),
     [
         ((torch.randn(8, 12), torch.randn(8)), "expected one integer class a row"),
+        ((torch.randn(8, 12), torch.randn(8, dtype=torch.cfloat)), "expected one integer class a row"),
         ((torch.randn(8, 12), torch.zeros(8, 4, dtype=torch.long)), r"int64\[8, 4\], expected one integer class a row"),
         (torch.randn(8, 12), r"a batch is a Tensor, expected \(x, y\)"),
     ],
@@ -580,3 +770,45 @@ def test_a_weight_in_two_parts_is_refused() -> None:
     model[2].weight = model[0].weight  # type: ignore[union-attr, assignment]
     with pytest.raises(ph.PartitionError, match="is used in parts 0 and 1, which would train it apart"):
         make_trainer(model, cuts=["0"])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.int16])
+def test_classes_are_integers_of_any_kind(dtype: torch.dtype) -> None:
+    data, models = make_data(seed=None), [make_model(), make_model()]
+    for model, kind in zip(models, (torch.int64, dtype), strict=True):
+        pairs = [(x, y.to(kind)) for x, y in data]
+        optimizer = torch.optim.Adam(model.parameters())
+        with ph.SegmentedTrainer(model, optimizer, pairs[0], num_classes=4, cuts=["layers.1"]) as trainer:
+            trainer.fit(pairs)
+            trainer.recover(pairs)
+    assert_equal(values(models[1]), values(models[0]))
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        ((pair for pair in make_data()), "a generator, which can be gone through once"),
+        ([], "no batch in epoch 1 of 1"),
+        (3, "the loader is a int"),
+        ([torch.ones(3)], "a batch is a Tensor"),
+        ([(torch.randn(8, 12), torch.full((8,), 4))], "y has classes from 4 to 4, expected 0 to 3"),
+    ],
+)
+def test_loaders_that_cannot_be_trained_on(loader: Any, message: str, tmp_path: Path) -> None:
+    with make_trainer(store=tmp_path / "s") as trainer:
+        for verb in (trainer.fit, trainer.recover):
+            with pytest.raises(ph.BatchError, match=message):
+                verb(loader, 1)
+        with pytest.raises(ph.BatchError):
+            trainer.evaluate(loader)
+        assert not any(s.done or s.phases for s in trainer.standings)
+        trainer.fit(make_data())  # nothing is lost
+
+
+@pytest.mark.parametrize("epochs", [0, -1, 1.5, True, "3", [1, 0], [1, 2, 3]])
+def test_epochs_that_are_no_number_of_times(epochs: Any) -> None:
+    with make_trainer() as trainer:
+        with pytest.raises(ph.PackhorseError, match="epochs"):
+            trainer.fit(make_data(), epochs)
+        with pytest.raises(ph.PackhorseError, match="epochs"):
+            trainer.recover(make_data(), epochs)

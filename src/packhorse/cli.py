@@ -236,15 +236,16 @@ def sil(
     tested = open_labelled(test or data, task, rows, count, None)
     console = Console(quiet=as_json)
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=as_json or mode == "parallel") as progress:
-        bars: dict[int, Any] = {}
+    with Progress(*columns, console=console, disable=as_json) as progress:
+        bars: dict[tuple[int, str], Any] = {}
 
         def tell(p: PartProgress) -> None:
-            if p.part not in bars:
-                bars[p.part] = progress.add_task("", total=p.steps)
-            name = f"part {p.part}" if p.part < p.num_parts else "recovery"
+            key = p.part, p.phase
+            if key not in bars:
+                bars[key] = progress.add_task("", total=p.steps)
+            name = {"fit": f"part {p.part}", "refine": f"part {p.part}, refined", "recover": "recovery"}[p.phase]
             description = f"{name}  epoch {p.epoch + 1}/{p.epochs}  loss {p.loss:.4f}"
-            progress.update(bars[p.part], completed=p.step, description=description)
+            progress.update(bars[key], completed=p.step, description=description)
 
         with SegmentedTrainer(
             task.model,

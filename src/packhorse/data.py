@@ -90,6 +90,10 @@ class Labelled:
     def __len__(self) -> int:
         return -(-len(self.y) // self.rows)
 
+    def set_epoch(self, epoch: int) -> None:
+        """The next time rows come in the order of this one."""
+        self.epoch = epoch
+
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         order = torch.arange(len(self.y))
         if self.seed is not None:

@@ -60,6 +60,7 @@ from packhorse.store.encode import decode
 from packhorse.store.runs import name_of
 from packhorse.tasks import Loss, Tasks, mean_loss
 from packhorse.update import Updater
+from packhorse.weights import refill
 
 logger = logging.getLogger("packhorse")
 
@@ -558,10 +559,7 @@ class Trainer:
                     raise PackhorseError(
                         f"{name} is on the meta device; load_into needs a model with memory, such as .to_empty()"
                     )
-                if tensor.untyped_storage().nbytes() < tensor.nbytes:
-                    tensor.data = value.to(tensor.dtype)
-                else:
-                    tensor.copy_(value)
+                refill(tensor, value)
 
     def save(self, directory: str | Path) -> list[Path]:
         """Writes the model as safetensors under its own names, ties once, with its config if it has one; for others to load."""

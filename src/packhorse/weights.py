@@ -248,3 +248,11 @@ def read_files(model: nn.Module, path: str | Path) -> Iterator[tuple[str, Tensor
             yield from read_model(model, missing)
 
     return read()
+
+
+def refill(tensor: Tensor, value: Tensor) -> None:
+    """A tensor of a model gets a value, and memory of its own again if that was freed."""
+    if tensor.untyped_storage().nbytes() < tensor.nbytes:
+        tensor.data = value.to(tensor.dtype)
+    else:
+        tensor.copy_(value)

@@ -1,26 +1,40 @@
 """Where the parts of a run are kept.
 
-In: a directory, or none, and what the run is. Out: `Home`: a header that says which run it is, a place for each part, one for
-what end-to-end training made of them.
+In: a directory, or none, and what the run is. Out: `Home`: a header that says which run it is, a place for each phase of each
+part, one for each time the joined model was trained end to end, and how often that was.
+
+    sil.json                what the run is
+    recovered.json          how often it was trained end to end
+    recovery0/model         what that made of it; store: while it lasts
+    part0/standing.json     how far the part is
+    part0/phase0/model      what a phase made of it; store: while it lasts
+    part0/rows              what it makes of the training set
 """
 
+import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from packhorse.errors import StoreError
-from packhorse.sil.apart import find_rank
+from packhorse.errors import PackhorseError, StoreError
+from packhorse.ranks.world import World
 from packhorse.store.files import FileSystem, replace_small, seal, unseal
 
-HEADER = "sil.json"
+HEADER, RECOVERED = "sil.json", "recovered.json"
 
 
 class Home:
     """A directory of the user's, which lasts, or one that goes when it is closed."""
 
-    def __init__(self, directory: str | Path | None):
-        self.lasts = directory is not None
+    def __init__(self, directory: str | Path | None, world: World | None):
+        if directory is None and world is not None:
+            raise PackhorseError(
+                f"{world.size} ranks train parts of one model and leave them in a directory that all of them see; pass "
+                "store=DIRECTORY"
+            )
+        self.lasts, self.recoveries = directory is not None, 0
+        self._world = world
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         if directory is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="packhorse-")
@@ -31,22 +45,43 @@ class Home:
         """Of a part."""
         return self.path / f"part{i}"
 
-    def model(self, i: int) -> Path:
-        """Its trained values."""
-        return self.place(i) / "model"
+    def phase(self, i: int, number: int) -> Path:
+        return self.place(i) / f"phase{number}"
 
-    @property
-    def recovered(self) -> Path:
-        """The whole model's, after training end to end."""
-        return self.path / "recovered"
+    def rows(self, i: int) -> Path:
+        return self.place(i) / "rows"
+
+    def recovery(self, number: int) -> Path:
+        """The whole model's, trained end to end."""
+        return self.path / f"recovery{number}"
 
     def open(self, header: Mapping[str, Any], *, resume: bool) -> bool:
-        """Whether it holds a run, which must be this one, and is continued only if asked."""
+        """Whether it holds a run, which must be this one, and is continued only if asked. Of several ranks the first looks."""
+        if self._world is None:
+            return self._open(header, resume)
+        self._world.agree(header)
+        found: bool | StoreError = False
+        if self._world.rank == 0:
+            try:
+                found = self._open(header, resume)
+            except StoreError as error:
+                found = error
+        found = self._world.share(found, 0)
+        if isinstance(found, StoreError):
+            raise found
+        self._count_recoveries()
+        return found
+
+    def _open(self, header: Mapping[str, Any], resume: bool) -> bool:
         path = self.path / HEADER
         if not path.exists():
-            self._make(header)
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise StoreError(f"{self.path} cannot be made: {error.strerror}; choose another directory") from error
+            replace_small(FileSystem(), path, seal(header), sync=True)
             return False
-        if not resume and find_rank() is None:
+        if not resume:
             raise StoreError(f"{self.path} holds a run; pass resume=True to continue it, or choose another directory")
         found = unseal(path)
         for key, value in header.items():
@@ -54,15 +89,28 @@ class Home:
                 raise StoreError(
                     f"{self.path} holds a run with another {key}: {found.get(key)}, here {value}; choose another"
                 )
+        self._count_recoveries()
         return True
 
-    def _make(self, header: Mapping[str, Any]) -> None:
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StoreError(f"{self.path} cannot be made: {error.strerror}; choose another directory") from error
-        replace_small(FileSystem(), self.path / HEADER, seal(header), sync=True)
+    def _count_recoveries(self) -> None:
+        if (self.path / RECOVERED).exists():
+            self.recoveries = unseal(self.path / RECOVERED)["recoveries"]
+
+    def commit_recovery(self) -> None:
+        """One more is complete; the one before it is no longer needed. Of several ranks the first writes."""
+        self.recoveries += 1
+        if self._world is None or self._world.rank == 0:
+            text = seal({"recoveries": self.recoveries})
+            replace_small(FileSystem(), self.path / RECOVERED, text, sync=True)
+            if self.recoveries > 1:
+                remove(self.recovery(self.recoveries - 2))
+        if self._world is not None:
+            self._world.gather_objects(None)
 
     def close(self) -> None:
         if self._temporary is not None:
             self._temporary.cleanup()
+
+
+def remove(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from packhorse.errors import PackhorseError
+from packhorse.sil.hadamard import make_codes
 
 Positions = Literal["pooled", "each"]
 
@@ -184,7 +185,10 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Hadamard:
-    """Rows of a Hadamard matrix with random signs of its columns, squared error: classes as far apart as can be."""
+    """Rows of a Hadamard matrix with random signs of its columns, squared error: classes as far apart as can be.
+
+    Lengths that are no multiple of four have no such matrix; their codes are a few places off (sil/hadamard.py).
+    """
 
     scale: float = 1.0
     positions: Positions = "pooled"
@@ -200,8 +204,7 @@ class Hadamard:
                 f"{site.index} has {reading.width}: cut where it is wider, keep more cells of a map (grid), or use "
                 "labels='readout'"
             )
-        signs = torch.randint(2, (reading.width,), generator=site.generator) * 2 - 1
-        codes = _make_hadamard(reading.width)[: site.num_classes, : reading.width] * signs
+        codes = make_codes(site.num_classes, reading.width, site.generator)
         return _Targets(self.scale * codes.float(), reading, self.noise * self.scale)
 
 
@@ -246,9 +249,10 @@ def find_scheme(labels: str | Scheme) -> Scheme:
     return labels
 
 
-def _make_hadamard(width: int) -> Tensor:
-    """Sylvester's, of the first power of two that is not below `width`; its rows are orthogonal, cut off nearly so."""
-    matrix = torch.ones(1, 1, dtype=torch.int64)
-    while matrix.shape[0] < width:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix
+def name_scheme(scheme: Scheme) -> str:
+    """The same in another process, by which a run knows it again: its repr, or its class and plain attributes."""
+    kind = type(scheme)
+    if kind.__repr__ is not object.__repr__:
+        return repr(scheme)
+    plain = {n: v for n, v in sorted(vars(scheme).items()) if isinstance(v, (bool, int, float, str, tuple))}
+    return f"{kind.__qualname__}({', '.join(f'{name}={value!r}' for name, value in plain.items())})"

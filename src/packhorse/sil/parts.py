@@ -67,7 +67,9 @@ def strip(x: Any) -> Any:
 
 
 def find_logits(output: Any) -> Tensor:
-    """Of what classifiers return: the tensor itself, `.logits`, or the first of several."""
+    """Of what classifiers return: the tensor itself, `.logits`, `["logits"]`, or the first of several."""
+    if isinstance(output, Mapping) and "logits" in output:
+        return output["logits"]  # type: ignore[no-any-return]  # or it is found out when it is used
     found: Any = getattr(output, "logits", output)
     return found[0] if isinstance(found, (tuple, list)) else found
 
@@ -139,6 +141,20 @@ class Division:
         """What later parts need that is there when a part is done, classes included."""
         batch = [n for i in range(index + 1, self.num_parts) for n in self.columns_of(i) if n.startswith("batch:")]
         return tuple(dict.fromkeys((self.crossings[index].learned, *batch, self.label)))
+
+    @property
+    def num_scores(self) -> int:
+        """How many classes the model tells apart."""
+        graph = self.predict.graph
+        types: Any = {value.name: value.type for value in graph.values}
+        found: Any = find_logits(self.predict.finish(types, graph.batch.rows))
+        shape = getattr(found, "shape", None)
+        if shape is None or len(shape) != 2 or not isinstance(shape[1], int):
+            described = type(found).__name__ if shape is None else f"a tensor {['rows', *shape[1:]] if shape else []}"
+            raise PartitionError(
+                f"the model returns {described}, expected scores [rows, classes], alone, as .logits, or as the first of several"
+            )
+        return shape[1]
 
     def read_batch(self, x: Any, y: Tensor) -> dict[str, Tensor]:
         """The batch's tensors by name."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from packhorse.errors import BatchError
+from packhorse.keys import random_seed
 from packhorse.sil.labels import Labels
 from packhorse.sil.parts import Division
 from packhorse.sil.rows import Rows
@@ -22,8 +23,8 @@ class Source(Protocol):
         """All rows once, in the order of that epoch."""
         ...
 
-    def in_order(self) -> Iterator[Columns]:
-        """All rows once, in any order."""
+    def as_they_are(self, epoch: int) -> Iterator[Columns]:
+        """The same in any order, the same one for the same epoch; nothing made up or shaken."""
         ...
 
     def count(self) -> int | None:
@@ -32,25 +33,36 @@ class Source(Protocol):
 
 
 class Loaded:
-    """Batches `(x, y)` of a loader, as they come, or joined and split to `size` rows."""
+    """Batches `(x, y)` of a loader, as they come, or joined and split to `size` rows.
 
-    def __init__(self, division: Division, loader: Iterable[Any], num_classes: int, size: int | None = None):
-        self.division, self.loader, self.num_classes, self.size = division, loader, num_classes, size
+    What the loader draws from torch's generator, such as the order of a shuffling DataLoader, follows from the seed and the
+    epoch, so that a run that died sees the same again; a sampler's or loader's own `set_epoch` is called.
+    """
+
+    def __init__(
+        self, division: Division, loader: Iterable[Any], num_classes: int, size: int | None = None, seed: int = 0
+    ):
+        self.division, self.loader, self.num_classes, self.size, self.seed = division, loader, num_classes, size, seed
 
     def batches(self, epoch: int) -> Iterator[Columns]:
-        set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(epoch)
-        return self.in_order()
+        return self._read(epoch) if self.size is None else _resize(self._read(epoch), self.size)
 
-    def in_order(self) -> Iterator[Columns]:
-        return self._read() if self.size is None else _resize(self._read(), self.size)
+    as_they_are = batches
 
-    def _read(self) -> Iterator[Columns]:
-        for batch in self.loader:
+    def _read(self, epoch: int) -> Iterator[Columns]:
+        for batch in self.pairs(epoch):
+            yield self.division.read_batch(*batch)
+
+    def pairs(self, epoch: int) -> Iterator[tuple[Any, Tensor]]:
+        """As the loader has them, checked."""
+        for holder in (self.loader, getattr(self.loader, "sampler", None)):
+            set_epoch = getattr(holder, "set_epoch", None)
+            if set_epoch is not None:
+                set_epoch(epoch)
+        for batch in _draw_by_seed(self.loader, random_seed(self.seed, epoch, "loader", 0)):
             x, y = take_apart(batch)
             check_classes(y, self.num_classes)
-            yield self.division.read_batch(x, y)
+            yield x, y
 
     def count(self) -> int | None:
         try:
@@ -82,7 +94,7 @@ class Stored:
         drawn = torch.randn(value.shape, generator=generator).to(value.dtype)
         return value + (self.noise * value.float().std()).to(value.dtype) * drawn
 
-    def in_order(self) -> Iterator[Columns]:
+    def as_they_are(self, epoch: int) -> Iterator[Columns]:
         return self.rows.batches(self.size)
 
     def count(self) -> int:
@@ -100,8 +112,8 @@ class Imitated:
         for columns in self.loaded.batches(epoch):
             yield columns | {self.learned: self.labels.imitate(columns[self.loaded.division.label], generator)}
 
-    def in_order(self) -> Iterator[Columns]:
-        return self.batches(0)
+    def as_they_are(self, epoch: int) -> Iterator[Columns]:
+        raise NotImplementedError("made-up values stand for nothing that could be kept")
 
     def count(self) -> int | None:
         return self.loaded.count()
@@ -119,16 +131,35 @@ def _resize(batches: Iterable[Columns], size: int) -> Iterator[Columns]:
         yield waiting
 
 
+def _draw_by_seed(loader: Iterable[Any], seed: int) -> Iterator[Any]:
+    """Goes through a loader with a state of torch's generator of its own; that of the process stays as it is."""
+    state = torch.Generator().manual_seed(seed & ((1 << 63) - 1)).get_state()
+    batches: Iterator[Any] | None = None
+    while True:
+        outside = torch.get_rng_state()
+        torch.set_rng_state(state)
+        try:
+            batches = iter(loader) if batches is None else batches
+            batch = next(batches)
+        except StopIteration:
+            return
+        finally:
+            state = torch.get_rng_state()
+            torch.set_rng_state(outside)
+        yield batch
+
+
 def take_apart(batch: Any) -> tuple[Any, Tensor]:
-    """A batch must be `(x, y)`."""
+    """A batch must be `(x, y)`; classes may be integers of any kind."""
     if not isinstance(batch, (tuple, list)) or len(batch) != 2 or not isinstance(batch[1], Tensor):
         found = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
         raise BatchError(f"a batch is a {found}, expected (x, y): inputs and a tensor of classes")
-    return batch[0], batch[1]
+    x, y = batch
+    return x, y if y.is_floating_point() or y.is_complex() else y.long()
 
 
 def check_classes(y: Tensor, num_classes: int) -> None:
-    if y.is_floating_point() or y.ndim != 1:
+    if y.dtype != torch.int64 or y.ndim != 1:
         raise BatchError(
             f"y is {str(y.dtype).removeprefix('torch.')}{list(y.shape)}, expected one integer class a row: synthetic labels "
             "are a vector a class, so regression and soft targets have none; train those with ph.Trainer(strategy='relay')"

@@ -2,21 +2,38 @@
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from packhorse.store.files import FileSystem, replace_small, seal, unseal
+
+Phase = Literal["fit", "refine", "recover"]
 
 
 class Progress(NamedTuple):
     """Told after every step of a part."""
 
-    part: int
+    part: int  # num_parts: all of them, end to end
     num_parts: int
+    phase: Phase
     epoch: int  # from 0
     epochs: int
-    step: int  # of this part, from 1
+    step: int  # of this phase, from 1
     steps: int | None  # in all, if the loader tells how many batches it has
     loss: float
+
+
+KEPT = (
+    "fits",
+    "epochs",
+    "recoveries",
+    "steps",
+    "rows",
+    "seconds",
+    "grown_bytes",
+    "on_disk",
+    "stored_bytes",
+    "accuracy",
+)
 
 
 @dataclass
@@ -28,8 +45,9 @@ class Standing:
     planned_bytes: int
     flops_per_row: float  # forward and backward
     crossing_bytes_per_row: int  # of what it hands on, 0 for the last
-    trained: bool = False  # on made-up inputs, in parallel
-    done: bool = False
+    fits: int = 0  # that it is done with: trained, and what it makes of the training set is kept
+    epochs: tuple[int, ...] = ()  # of each phase that it was trained in
+    recoveries: int = 0  # that had been when the last phase ended: with more, its values are older than theirs
     steps: int = 0
     rows: int = 0  # that it was trained on, all epochs
     seconds: float = 0.0
@@ -37,6 +55,15 @@ class Standing:
     on_disk: bool = False
     stored_bytes: int = 0  # rows that it left for the next
     accuracy: float | None = None
+
+    @property
+    def phases(self) -> int:
+        """That it was trained in; with parts at once two a fit, the second on real inputs."""
+        return len(self.epochs)
+
+    @property
+    def done(self) -> bool:
+        return self.fits > 0
 
     @property
     def flops(self) -> float:
@@ -51,15 +78,5 @@ class Standing:
         path = directory / "standing.json"
         if path.exists():
             found: dict[str, Any] = unseal(path)
-            for name in (
-                "trained",
-                "done",
-                "steps",
-                "rows",
-                "seconds",
-                "grown_bytes",
-                "on_disk",
-                "stored_bytes",
-                "accuracy",
-            ):
-                setattr(self, name, found[name])
+            for name in KEPT:
+                setattr(self, name, tuple(found[name]) if name == "epochs" else found[name])

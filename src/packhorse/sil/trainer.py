@@ -17,24 +17,25 @@ import torch
 from torch import Tensor, nn
 
 from packhorse.checkpoint import Entry, write_checkpoint
-from packhorse.errors import BudgetError, PackhorseError
+from packhorse.errors import BatchError, BudgetError, PackhorseError, StoreError
 from packhorse.graph import Size
 from packhorse.memory import Memory, PeakWatch
 from packhorse.optimizer import Stepper
 from packhorse.plan import Strategy, find_fingerprint
 from packhorse.precision import Precision
-from packhorse.ranks.world import alone
-from packhorse.sil.apart import await_file, find_rank, is_mine, run_apart
-from packhorse.sil.home import Home
-from packhorse.sil.labels import Labels, Scheme, Site, find_scheme
+from packhorse.ranks.world import alone, find_world
+from packhorse.sil.apart import Tell, await_part, is_mine, run_apart
+from packhorse.sil.choices import check_choices, check_counts, check_loader, check_rates
+from packhorse.sil.home import Home, remove
+from packhorse.sil.labels import Labels, Scheme, Site, find_scheme, name_scheme
 from packhorse.sil.parts import LABEL, ByLabel, Loss, Part, divide, find_logits, join, mean_cross_entropy
 from packhorse.sil.report import describe, show
-from packhorse.sil.rows import INDEX, Rows, RowsWriter
+from packhorse.sil.rows import Rows, RowsWriter
 from packhorse.sil.source import Columns, Imitated, Loaded, Source, Stored, check_classes, take_apart
-from packhorse.sil.standing import Progress, Standing
+from packhorse.sil.standing import Phase, Progress, Standing
 from packhorse.state import find_config
 from packhorse.trainer import Trainer
-from packhorse.weights import SafetensorsFiles, read_model
+from packhorse.weights import SafetensorsFiles, read_model, refill
 
 Mode = Literal["sequential", "parallel"]
 Batches = Iterable[tuple[Any, Tensor]]
@@ -77,10 +78,10 @@ class SegmentedTrainer:
         of their standard deviations the inputs of later parts are shaken while they train; they never change again, as they
         would in training end to end, and a part that sees the very same ones every epoch learns them by heart.
         """
-        _check_choices(mode, parts, cuts, num_classes, refine, noise)
+        check_choices(mode, parts, cuts, num_classes, refine, noise)
         x, y = take_apart(example)
         check_classes(y, num_classes)
-        self.model, self.optimizer, self.example = model, optimizer, example
+        self.model, self.optimizer, self.example = model, optimizer, (x, y)
         self.num_classes, self.mode, self.seed = num_classes, mode, seed
         self.refine, self.noise = refine, noise
         self.loss, self.scheduler, self.progress = loss or mean_cross_entropy, scheduler, progress
@@ -93,7 +94,7 @@ class SegmentedTrainer:
             "seed": seed,
         }
         scheme = find_scheme(labels)
-        self._scheme = repr(scheme)
+        self._scheme = name_scheme(scheme)
         self._stepper = Stepper(optimizer, model)
         self.division = divide(
             model,
@@ -106,14 +107,23 @@ class SegmentedTrainer:
             activated=scheme.activated,
             precision=precision,
         )
-        self.rates = _one_each(rates, self.num_parts, "rates")
-        self.batch_sizes = _one_each(batch_sizes, self.num_parts, "batch_sizes")
+        if self.division.num_scores < num_classes:
+            raise PackhorseError(
+                f"num_classes is {num_classes}, but the model's output has {self.division.num_scores} scores a row; it needs "
+                "one for each class"
+            )
+        self.rates = check_rates(rates, self.num_parts)
+        self.batch_sizes: list[int | None] = [None] * self.num_parts
+        if batch_sizes is not None:
+            self.batch_sizes = [*check_counts(batch_sizes, self.num_parts, "batch_sizes")]
         sites = [Site(i, crossing.shape, num_classes, seed) for i, crossing in enumerate(self.division.crossings)]
         self.labels: list[Labels] = [scheme(site) for site in sites]
         self.standings = [self._describe(i) for i in range(self.num_parts)]
         self._is_meta = any(p.is_meta for p in model.parameters())
         self._keeps = store is not None or self._is_meta or mode == "parallel"  # trained values, in files
-        self._home = Home(store)
+        self._world = find_world()
+        self._home = Home(store, self._world)
+        self._fits = self._recoveries = 0  # that this object was asked for
         self._open(resume)
 
     @property
@@ -123,88 +133,118 @@ class SegmentedTrainer:
     # -- the verbs
 
     def fit(self, loader: Batches, epochs: int | Sequence[int] = 1, *, only: int | None = None) -> None:
-        """Trains all parts; those that an earlier run has finished are not trained again.
+        """Trains all parts, and when called again, further. With resume=True the first call is the run's first, and so on.
 
-        `only` one, in this process: on machines that never talk each trains its own (mode="parallel"). Brought together in one
-        store, with resume=True, `fit` goes on from there.
+        What an earlier process has finished is not done again. `only` one part, in this process: on machines that never talk
+        each trains its own (mode="parallel"). Brought together in one store, with resume=True, `fit` goes on from there.
         """
-        counts = _one_each(epochs, self.num_parts, "epochs")
+        counts = check_counts(epochs, self.num_parts, "epochs")
+        check_loader(loader)
         if only is not None:
-            if self.mode != "parallel" or not 0 <= only < self.num_parts:
+            if self.mode != "parallel" or isinstance(only, bool) or only not in range(self.num_parts):
                 raise PackhorseError(
                     f"only is {only}, expected one of {self.num_parts} parts, from 0 on, and mode='parallel'; here mode is "
                     f"{self.mode!r}"
                 )
-            self._train_apart(loader, counts, only)
+            self._train_apart(loader, counts, only, self._tell)
             return
-        parallel = self.mode == "parallel" and self.num_parts > 1
-        if parallel:
-            run_apart(partial(self._train_apart, loader, counts), self.num_parts)
-            for i in range(self.num_parts):
-                self._look_again(i)
+        if self._is_parallel:
+            run_apart(partial(self._train_apart, loader, counts), self.num_parts, self._tell)
         for i in range(self.num_parts):
-            if self.standings[i].done:
-                continue
-            if not is_mine(i):
-                await_file(self._home.place(i) / "done")
+            if is_mine(i):
                 self._look_again(i)
-                continue
-            if i:
-                await_file(self._home.place(i - 1) / "rows" / INDEX)
-            with self._source(i, loader) as source:
-                if not (parallel and i == 0):
-                    self._train(i, source, self.refine if parallel else counts[i])
+                self._finish(i, loader, counts[i])
+            else:
+                await_part(i, partial(self._is_done, i))
+                self._look_again(i)
+        self._fits += 1
+
+    @property
+    def _is_parallel(self) -> bool:
+        return self.mode == "parallel" and self.num_parts > 1
+
+    def _finish(self, i: int, loader: Batches, epochs: int) -> None:
+        """Of a fit, what has to wait for the part before: training on what it made; then handing on."""
+        with self._source(i, loader) as source:
+            if not self._is_parallel:
+                self._train(i, 0, source, epochs, self._tell)
+            elif self._num_phases(i) > 1:
+                self._train(i, 1, source, self.refine, self._tell)
+            if not self._is_done(i):
                 self._hand_on(i, source)
-            if find_rank() is not None:
-                (self._home.place(i) / "done").touch()
+
+    def _num_phases(self, i: int) -> int:
+        """Of a part, in a fit: parts behind the first that train at once are refined."""
+        return 2 if self._is_parallel and i and self.refine else 1
+
+    def _is_done(self, i: int) -> bool:
+        """With the fit that is under way, in whatever process."""
+        if self._keeps:
+            self.standings[i].load(self._home.place(i))
+        return self.standings[i].fits > self._fits
 
     def recover(self, loader: Batches, epochs: int = 1) -> None:
-        """Ordinary training of the joined model, end to end, by relay where the budget asks for it."""
-        x, y = take_apart(self.example)
-        weights = self._home.path / "joined"
+        """Ordinary training of the joined model, end to end, by relay where the budget asks for it; by all ranks, if several.
+
+        As with `fit`, the first call after resume=True is the run's first: once it is finished it is not done again.
+        """
+        (epochs,) = check_counts(epochs, 1, "epochs")
+        check_loader(loader)
+        number = self._recoveries
+        if number < self._home.recoveries:  # its values were taken up when the run was
+            self._recoveries += 1
+            return
+        place, weights = self._home.recovery(number), None
         if self._is_meta:
-            self.save(weights)
-        loaded = Loaded(self.division, loader, self.num_classes)
-        count = loaded.count()
-        schedule = self._schedule(self.optimizer, None if count is None else count * epochs)
+            weights = place / "joined"
+            if self._world is None or self._world.rank == 0:
+                self.save(weights)
+            if self._world is not None:
+                self._world.gather_objects(None)
+        loaded = Loaded(self.division, loader, self.num_classes, seed=self._seed(self.num_parts))
+        schedule = self._schedule(self.optimizer, loaded.count(), epochs)
+        batch = join(*self.example)
         with self._make_trainer(
-            self.model,
-            self.optimizer,
-            join(x, y),
-            ByLabel(self.loss),
-            self._home.path / "recovery",
-            scheduler=schedule,
-            weights=weights if self._is_meta else None,
+            self.model, self.optimizer, batch, ByLabel(self.loss), place / "store", scheduler=schedule, weights=weights
         ) as trainer:
-            for epoch in range(epochs):
-                for batch in loader:
-                    value = trainer.step(join(*take_apart(batch)))
-                    steps = count and count * epochs
-                    self._tell(Progress(self.num_parts, self.num_parts, epoch, epochs, trainer.steps, steps, value))
+            tell = self._teller(self.num_parts, "recover", epochs, loaded.count(), self._tell)
+            _run(trainer, lambda epoch: (join(*pair) for pair in loaded.pairs(epoch)), epochs, tell)
             if self._keeps:
-                trainer.save(self._home.recovered)
-            if trainer.plan.on_disk and not self._is_meta:
+                trainer.save(place / "model")
+            if trainer.plan.on_disk and not self._is_meta and self._world is None:
                 trainer.load_into(self.model)
+        self._recoveries += 1
+        if self._keeps:
+            self._home.commit_recovery()
+            if self._world is None or self._world.rank == 0:
+                remove(place / "store")
+                remove(place / "joined")
+        if self._world is not None:  # each had a piece
+            for i in range(self.num_parts):
+                self._look_again(i)
 
     def evaluate(self, loader: Batches) -> float:
         """The accuracy of the joined model. `standings` then tell what each part's own output, read out, gets right."""
+        check_loader(loader)
         right = count = 0
         with tempfile.TemporaryDirectory(dir=self._home.path, prefix="evaluation-") as scratch, ExitStack() as opened:
             source: Source = Loaded(self.division, loader, self.num_classes)
             for i in range(self.num_parts):
                 rows = Path(scratch) / str(i)
                 right, count = self._evaluate(i, source, None if i == self.num_parts - 1 else rows)
-                self.standings[i].accuracy = right / max(count, 1)
+                if not count:
+                    raise BatchError("the loader has no batch to evaluate")
+                self.standings[i].accuracy = right / count
                 if i < self.num_parts - 1:
                     source = Stored(opened.enter_context(Rows(rows)), self._rows)
-        return right / max(count, 1)
+        return right / count
 
     def _evaluate(self, i: int, source: Source, rows: Path | None) -> tuple[int, int]:
         """How many rows a part gets right, of how many; what it makes of them goes to `rows`."""
         right = count = 0
         with self._opened(i) as predict, ExitStack() as stack:
             writer = stack.enter_context(RowsWriter(rows)) if rows is not None else None
-            for columns in source.in_order():
+            for columns in source.as_they_are(0):
                 made = predict(columns)
                 found = self._find_classes(i, made)
                 right += int((found == columns[self.division.label]).sum())
@@ -246,56 +286,74 @@ class SegmentedTrainer:
 
     # -- training a part
 
-    def _train_apart(self, loader: Batches, counts: Sequence[int], i: int) -> None:
+    def _train_apart(self, loader: Batches, counts: Sequence[int], i: int, tell: Tell) -> None:
         """In a process of its own: the first part on real inputs, later ones on made-up ones."""
-        if self.standings[i].trained or self.standings[i].done:
-            return
-        loaded = Loaded(self.division, loader, self.num_classes, self.batch_sizes[i])
+        loaded = Loaded(self.division, loader, self.num_classes, self.batch_sizes[i], self._seed(i))
         source: Source = loaded
         if i:
             crossing = self.division.crossings[i - 1]
             source = Imitated(loaded, crossing.learned, self.labels[i - 1], self._seed(i))
-        self._train(i, source, counts[i])
-        self.standings[i].trained = True
-        self.standings[i].save(self._home.place(i))
+        self._train(i, 0, source, counts[i], tell)
 
-    def _train(self, i: int, source: Source, epochs: int) -> None:
-        standing, watch, started = self.standings[i], PeakWatch(), time.perf_counter()
+    def _train(self, i: int, phase: int, source: Source, epochs: int, tell: Tell) -> None:
+        """One phase of this fit, unless it is done."""
+        standing, number = self.standings[i], self._fits * self._num_phases(i) + phase
+        if number < standing.phases:
+            if standing.epochs[number] != epochs:
+                raise StoreError(
+                    f"part {i} was trained for {standing.epochs[number]} epochs, but {epochs} are asked; give as many for it "
+                    "as it had, or choose another store"
+                )
+            return
+        watch, started = PeakWatch(), time.perf_counter()
         part = self._make_part(i)
         optimizer = self._make_optimizer(i, part)
-        count = source.count()
-        schedule = self._schedule(optimizer, None if count is None else count * epochs)
+        schedule = self._schedule(optimizer, source.count(), epochs)
         loss = None if part.is_last else _LabelLoss(self.labels[i])
-        store = self._home.place(i) / "store"
-        with self._make_trainer(part, optimizer, self._example(part), loss, store, scheduler=schedule) as trainer:
+        place, before, rows = self._home.phase(i, number), self._epochs_before(i), 0
+
+        def batches(epoch: int) -> Iterator[dict[str, Tensor]]:
+            nonlocal rows
+            for columns in source.batches(before + epoch):
+                rows += len(columns[self.division.label])
+                yield part.bind(columns)
+
+        with (
+            alone(),  # other ranks train other parts
+            self._make_trainer(
+                part, optimizer, self._example(part), loss, place / "store", scheduler=schedule
+            ) as trainer,
+        ):
             standing.on_disk = trainer.plan.on_disk
-            seen = 0
-            for epoch in range(epochs):
-                for columns in source.batches(epoch):
-                    seen += 1
-                    if seen <= trainer.steps:
-                        continue  # a run that died had taken this one
-                    value = trainer.step(part.bind(columns))
-                    standing.rows += len(columns[self.division.label])
-                    self._tell(Progress(i, self.num_parts, epoch, epochs, seen, count and count * epochs, value))
-            standing.steps += seen
+            told = self._teller(i, "refine" if phase else "fit", epochs, source.count(), tell)
+            standing.steps += _run(trainer, batches, epochs, told)
             if self._keeps:
-                trainer.save(self._home.model(i))
+                trainer.save(place / "model")
             if standing.on_disk and not self._is_meta:
                 trainer.load_into(part)
+        standing.rows += rows
         standing.seconds += time.perf_counter() - started
         grown = watch.read()
         standing.grown_bytes = grown if grown is None else max(grown, standing.grown_bytes or 0)
+        standing.epochs, standing.recoveries = (*standing.epochs, epochs), self._home.recoveries
+        if self._keeps:
+            standing.save(self._home.place(i))
+            remove(place / "store")
+            remove(self._home.phase(i, number - 1))
+
+    def _epochs_before(self, i: int) -> int:
+        """Of earlier fits: this one's go on from there."""
+        return sum(self.standings[i].epochs[: self._fits * self._num_phases(i)])
 
     def _hand_on(self, i: int, source: Source) -> None:
         """Runs all rows through a part that is trained, once, and keeps what later ones need."""
         standing = self.standings[i]
         if i < self.num_parts - 1:
-            with self._opened(i) as predict, RowsWriter(self._home.place(i) / "rows") as writer:
-                for columns in source.in_order():
+            with self._opened(i) as predict, RowsWriter(self._home.rows(i)) as writer:
+                for columns in source.as_they_are(sum(standing.epochs)):
                     writer.append(self._carry(i, columns, predict(columns)))
             standing.stored_bytes = writer.nbytes
-        standing.done = True
+        standing.fits = self._fits + 1
         if self._keeps:
             standing.save(self._home.place(i))
 
@@ -313,9 +371,9 @@ class SegmentedTrainer:
     def _source(self, i: int, loader: Batches) -> Iterator[Source]:
         size = self.batch_sizes[i]
         if i == 0:
-            yield Loaded(self.division, loader, self.num_classes, size)
+            yield Loaded(self.division, loader, self.num_classes, size, self._seed(i))
             return
-        with Rows(self._home.place(i - 1) / "rows") as rows:
+        with Rows(self._home.rows(i - 1)) as rows:
             yield Stored(rows, size or self._rows, self._seed(i), self.division.crossings[i - 1].learned, self.noise)
 
     @property
@@ -330,9 +388,9 @@ class SegmentedTrainer:
         """The part with its values: the model's own, or, of a model without any, those in files, or first ones."""
         part = Part(self.division, i)
         if self._is_meta:
-            files = self._home.model(i)
+            files = self._latest(i)
             given = {**dict(part.named_parameters()), **dict(part.named_buffers())}
-            stored = SafetensorsFiles(files) if files.exists() else {}
+            stored = SafetensorsFiles(files) if files is not None else {}
             part.hold((name, stored[name].load()) for name in given if name in stored)
             with torch.random.fork_rng([]):
                 torch.manual_seed(self._seed(i))
@@ -357,29 +415,28 @@ class SegmentedTrainer:
         made: torch.optim.Optimizer = kind([{**chosen[g], **rate, "params": members} for g, members in groups.items()])
         return made
 
-    def _schedule(self, optimizer: torch.optim.Optimizer, steps: int | None) -> Any:
+    def _schedule(self, optimizer: torch.optim.Optimizer, count: int | None, epochs: int) -> Any:
         if self.scheduler is None:
             return None
-        if steps is None:
+        if count is None:
             raise PackhorseError(
                 "a scheduler needs to know how many steps there are, but the loader has no length: give it __len__"
             )
-        return self.scheduler(optimizer, steps)
+        return self.scheduler(optimizer, count * epochs)
 
     def _make_trainer(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, example: Any, loss: Any, store: Path, **more: Any
     ) -> Trainer:
         """In RAM if it fits the budget, else on disk, where there is one."""
         make = partial(Trainer, model, optimizer, example, loss=loss, **self._options, **more)
-        with alone():  # other ranks train other parts
-            if not self._home.lasts:
-                return make()
-            if self._options["strategy"] == "relay" or store.exists():
-                return make(store=store, resume=True)
-            try:
-                return make()
-            except BudgetError:
-                return make(store=store, resume=True)
+        if not self._home.lasts:
+            return make()
+        if self._options["strategy"] == "relay" or store.exists():
+            return make(store=store, resume=True)
+        try:
+            return make()
+        except BudgetError:
+            return make(store=store, resume=True)
 
     def _example(self, part: Part) -> dict[str, Tensor]:
         """Columns of the right shapes; capture looks at nothing else."""
@@ -394,15 +451,21 @@ class SegmentedTrainer:
     @contextmanager
     def _opened(self, i: int) -> Iterator[Callable[[Columns], Any]]:
         """A part that is trained, as a function from columns to what it makes of them."""
-        part = self._make_part(i)
         if self.standings[i].on_disk and self._is_meta:
-            optimizer = self._make_optimizer(i, part)
+            part = Part(self.division, i)
+            plain = torch.optim.SGD(part.parameters())  # which keeps nothing beside the values
             loss = None if part.is_last else _LabelLoss(self.labels[i])
-            with self._make_trainer(
-                part, optimizer, self._example(part), loss, self._home.place(i) / "store"
-            ) as trainer:
+            with ExitStack() as stack:
+                scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=self._home.path, prefix="opened-")))
+                stack.enter_context(alone())
+                trainer = stack.enter_context(
+                    self._make_trainer(
+                        part, plain, self._example(part), loss, scratch / "store", weights=self._latest(i)
+                    )
+                )
                 yield lambda columns: trainer.predict(_without_label(part.bind(columns)))
             return
+        part = self._make_part(i)
         part.eval()
         with torch.no_grad():
             yield lambda columns: part(**_without_label(part.bind(columns)))
@@ -411,6 +474,15 @@ class SegmentedTrainer:
     def _tell(self, progress: Progress) -> None:
         if self.progress is not None:
             self.progress(progress)
+
+    def _teller(
+        self, part: int, phase: Phase, epochs: int, count: int | None, tell: Tell
+    ) -> Callable[[int, int, float], None]:
+        """What tells of a step, if anybody listens."""
+        if self.progress is None:
+            return lambda epoch, step, loss: None
+        steps = None if count is None else count * epochs
+        return lambda epoch, step, loss: tell(Progress(part, self.num_parts, phase, epoch, epochs, step, steps, loss))
 
     # -- what is kept
 
@@ -423,6 +495,7 @@ class SegmentedTrainer:
             "mode": self.mode,
             "seed": self.seed,
             "noise": self.noise,
+            "refine": self.refine,
         }
         if self._home.open(header, resume=resume):
             for i in range(self.num_parts):
@@ -430,25 +503,37 @@ class SegmentedTrainer:
 
     def _look_again(self, i: int) -> None:
         """What another process, or an earlier run, has made of a part."""
+        if not self._keeps:
+            return
         self.standings[i].load(self._home.place(i))
-        files = self._home.model(i)
-        if not self._is_meta and (self.standings[i].done or self.standings[i].trained) and files.exists():
-            part, values = Part(self.division, i), _read(files)
+        files = self._latest(i)
+        if not self._is_meta and files is not None:
+            part, values = Part(self.division, i), SafetensorsFiles(files)
             with torch.no_grad():
                 for name, tensor in [*part.named_parameters(), *part.named_buffers()]:
                     if name in values:
-                        tensor.copy_(values[name])
+                        refill(tensor, values[name].load())
+
+    def _latest(self, i: int) -> Path | None:
+        """The files that have a part's values: of its last phase, or of the whole model's training after that."""
+        standing, recoveries = self.standings[i], self._home.recoveries
+        if recoveries > standing.recoveries:
+            return self._home.recovery(recoveries - 1) / "model"
+        return self._home.phase(i, standing.phases - 1) / "model" if standing.phases else None
 
     def _read_values(self) -> dict[str, Callable[[], Tensor]]:
         """All trained values by name, read when asked for."""
         if not self._is_meta:
             tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
             return {name: partial(Tensor.detach, tensor) for name, tensor in tensors}
-        if self._home.recovered.exists():
-            places = [self._home.recovered]
-        else:
-            places = [self._home.model(i) for i in range(self.num_parts) if self._home.model(i).exists()]
-        return {name: tensor.load for place in places for name, tensor in SafetensorsFiles(place).items()}
+        found: dict[str, Callable[[], Tensor]] = {}
+        for i in range(self.num_parts):
+            files, part = self._latest(i), self.division.train.segments[i]
+            if files is not None:
+                stored = SafetensorsFiles(files)
+                names = [n for n in (*part.parameters, *part.buffers) if n in stored]
+                found |= {name: stored[name].load for name in names}
+        return found
 
     def _describe(self, i: int) -> Standing:
         segment, graph = self.division.train.segments[i], self.division.train.graph
@@ -479,33 +564,22 @@ def _without_label(arguments: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in arguments.items() if name != LABEL}
 
 
-def _read(directory: Path) -> dict[str, Tensor]:
-    return {name: tensor.load() for name, tensor in SafetensorsFiles(directory).items()}
-
-
-def _one_each(given: Any, num_parts: int, name: str) -> list[Any]:
-    """One for each part, from one for all or as many as parts."""
-    if not isinstance(given, (list, tuple)):
-        return [given] * num_parts
-    if len(given) != num_parts:
-        raise PackhorseError(
-            f"{name} has {len(given)} entries for {num_parts} parts; give one for all, or one for each"
-        )
-    return list(given)
-
-
-def _check_choices(
-    mode: str, parts: int | None, cuts: Sequence[str], num_classes: int, refine: int, noise: float
-) -> None:
-    if mode not in ("sequential", "parallel"):
-        raise PackhorseError(f"mode is {mode!r}, expected one of sequential, parallel")
-    if (parts is None) == (not cuts):
-        raise PackhorseError("give either parts, how many, or cuts, the modules after which to cut")
-    if isinstance(cuts, str):
-        raise PackhorseError(f"cuts is the text {cuts!r}, expected a list of module names")
-    if isinstance(num_classes, bool) or not isinstance(num_classes, int) or num_classes < 2:
-        raise PackhorseError(f"num_classes is {num_classes!r}, expected a number of at least 2")
-    if refine < 0:
-        raise PackhorseError(f"refine is {refine}, expected a number of epochs, or 0 for none")
-    if not noise >= 0:
-        raise PackhorseError(f"noise is {noise}, expected a number of standard deviations, or 0 for none")
+def _run(
+    trainer: Trainer,
+    batches: Callable[[int], Iterator[Any]],
+    epochs: int,
+    tell: Callable[[int, int, float], None],
+) -> int:
+    """All epochs, but for steps that a run that died had taken. How many steps that makes."""
+    seen = 0
+    for epoch in range(epochs):
+        before = seen
+        for batch in batches(epoch):
+            seen += 1
+            if seen > trainer.steps:
+                tell(epoch, seen, trainer.step(batch))
+        if seen == before:
+            raise BatchError(
+                f"the loader has no batch in epoch {epoch + 1} of {epochs}; give one that yields (x, y) every time"
+            )
+    return seen

@@ -1,0 +1,73 @@
+"""What a user asked of training apart, checked before anything is made."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from packhorse.errors import BatchError, PackhorseError
+
+
+def check_choices(
+    mode: str, parts: int | None, cuts: Sequence[str], num_classes: int, refine: int, noise: float
+) -> None:
+    if mode not in ("sequential", "parallel"):
+        raise PackhorseError(f"mode is {mode!r}, expected one of sequential, parallel")
+    if (parts is None) == (not cuts):
+        raise PackhorseError("give either parts, how many, or cuts, the modules after which to cut")
+    if isinstance(cuts, str):
+        raise PackhorseError(f"cuts is the text {cuts!r}, expected a list of module names")
+    if not _is_count(num_classes, 2):
+        raise PackhorseError(f"num_classes is {num_classes!r}, expected a number of at least 2")
+    if not _is_count(refine, 0):
+        raise PackhorseError(f"refine is {refine!r}, expected a number of epochs, or 0 for none")
+    if not _is_number(noise) or noise < 0:
+        raise PackhorseError(f"noise is {noise!r}, expected a number of standard deviations, or 0 for none")
+
+
+def check_counts(given: Any, num_parts: int, name: str) -> list[int]:
+    """One for each part, each at least 1."""
+    found = one_each(given, num_parts, name)
+    for i, count in enumerate(found):
+        if not _is_count(count, 1):
+            raise PackhorseError(f"{name} is {count!r} for part {i}, expected a whole number of at least 1")
+    return found
+
+
+def check_rates(given: Any, num_parts: int) -> list[float | None]:
+    found = one_each(given, num_parts, "rates")
+    for i, rate in enumerate(found):
+        if rate is not None and (not _is_number(rate) or rate < 0):
+            raise PackhorseError(
+                f"rates is {rate!r} for part {i}, expected a learning rate, or None for the optimizer's"
+            )
+    return found
+
+
+def one_each(given: Any, num_parts: int, name: str) -> list[Any]:
+    """One for each part, from one for all or as many as parts."""
+    if not isinstance(given, (list, tuple)):
+        return [given] * num_parts
+    if len(given) != num_parts:
+        raise PackhorseError(
+            f"{name} has {len(given)} entries for {num_parts} parts; give one for all, or one for each"
+        )
+    return list(given)
+
+
+def check_loader(loader: Any) -> None:
+    """It is gone through once an epoch, by each part that reads it, and once more for what the first makes of it."""
+    if isinstance(loader, Iterator):
+        raise BatchError(
+            f"the loader is a {type(loader).__name__}, which can be gone through once, but training does so every epoch; give "
+            "a list, a DataLoader, or an object whose __iter__ begins anew"
+        )
+    if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+        raise BatchError(f"the loader is a {type(loader).__name__}, expected something that yields batches (x, y)")
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
