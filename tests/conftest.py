@@ -1,5 +1,6 @@
-"""Tests import the tracer once, so that captures, which fork, do not each import it again."""
+"""Tests trace a model here first, so that captures, which fork, do not each load the tracer and fill its caches again."""
 
+import importlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,16 @@ from packhorse.partition import hollow
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 torch.set_num_threads(1)
+
+
+def _warm_up() -> None:
+    module = importlib.import_module("packhorse.graph.capture")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_in_child", lambda make: make())
+        module.capture(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.ones(2, 2), lambda output, _: output.mean())
+
+
+_warm_up()
 
 
 @pytest.fixture(autouse=True)
