@@ -4,6 +4,7 @@ import copy
 import errno
 import math
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -550,6 +551,37 @@ def test_rates_batch_sizes_groups_and_schedules() -> None:
         trainer.fit(data, epochs=[1, 2])
         assert [s.steps for s in trainer.standings] == [6, 6]
     assert rates == [(1e-2, 0.1, 6), (5e-3, 0.01, 6)]
+
+
+def test_a_schedule_of_recovery_ends_with_it() -> None:
+    """Else what is trained next would be trained at the rate that it ended with, which a cosine makes zero."""
+    model = make_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    before = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    with ph.SegmentedTrainer(
+        model,
+        optimizer,
+        next(iter(make_data())),
+        num_classes=4,
+        parts=2,
+        scheduler=torch.optim.lr_scheduler.CosineAnnealingLR,
+    ) as trainer:
+        trainer.recover(make_data(), epochs=1)
+    assert {key: value for key, value in optimizer.param_groups[0].items() if key != "params"} == before
+
+
+def test_parts_trained_on_machines_that_never_talk_come_together(tmp_path: Path) -> None:
+    together, apart_model = make_model(), make_model()
+    options: dict[str, Any] = {"mode": "parallel", "parts": 2}
+    with make_trainer(together, store=tmp_path / "together", **options) as trainer:
+        trainer.fit(make_data(), epochs=2)
+    for i in range(2):
+        with make_trainer(store=tmp_path / f"machine{i}", **options) as trainer:
+            trainer.fit(make_data(), epochs=2, only=i)
+    shutil.copytree(tmp_path / "machine1" / "part1", tmp_path / "machine0" / "part1")
+    with make_trainer(apart_model, store=tmp_path / "machine0", resume=True, **options) as trainer:
+        trainer.fit(make_data(), epochs=2)
+    assert_equal(values(apart_model), values(together))
 
 
 def test_parts_are_balanced_by_memory() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,6 @@ from packhorse.weights import SafetensorsFiles, read_model, refill
 
 Mode = Literal["sequential", "parallel"]
 Batches = Iterable[tuple[Any, Tensor]]
-T = TypeVar("T")
 
 
 class SegmentedTrainer:
@@ -202,11 +201,19 @@ class SegmentedTrainer:
             if self._world is not None:
                 self._world.gather_objects(None)
         loaded = Loaded(self.division, loader, self.num_classes, seed=self._seed(self.num_parts))
-        schedule = self._schedule(self.optimizer, loaded.count(), epochs)
-        batch = join(*self.example)
-        with self._make_trainer(
-            self.model, self.optimizer, batch, ByLabel(self.loss), place / "store", scheduler=schedule, weights=weights
-        ) as trainer:
+        with ExitStack() as stack:
+            stack.enter_context(_hyper_parameters_stay(self.optimizer))
+            trainer = stack.enter_context(
+                self._make_trainer(
+                    self.model,
+                    self.optimizer,
+                    join(*self.example),
+                    ByLabel(self.loss),
+                    place / "store",
+                    scheduler=self._schedule(self.optimizer, loaded.count(), epochs),
+                    weights=weights,
+                )
+            )
             tell = self._teller(self.num_parts, "recover", epochs, loaded.count(), self._tell)
             _run(trainer, lambda epoch: (join(*pair) for pair in loaded.pairs(epoch)), epochs, tell)
             if self._keeps:
@@ -583,3 +590,15 @@ def _run(
                 f"the loader has no batch in epoch {epoch + 1} of {epochs}; give one that yields (x, y) every time"
             )
     return seen
+
+
+@contextmanager
+def _hyper_parameters_stay(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """What a schedule makes of them is not what is trained with next."""
+    before = [dict(group) for group in optimizer.param_groups]
+    try:
+        yield
+    finally:
+        for group, kept in zip(optimizer.param_groups, before, strict=True):
+            group.clear()
+            group.update(kept)
