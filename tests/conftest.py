@@ -3,6 +3,7 @@
 import importlib
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import crash
+import packhorse.sil.divide
 import packhorse.tasks
 from packhorse.partition import hollow
 
@@ -47,21 +49,33 @@ def _blank_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def graphs_are_shared() -> Iterator[None]:
     """Tests of the same model share its graph: capture is tested elsewhere, and takes most of the time."""
-    known: dict[Any, Any] = {}
-    original = packhorse.tasks.capture
+    with captures_are_shared(packhorse.tasks):
+        yield
 
-    def capture(model: nn.Module, example: Any, loss: Any, **options: Any) -> Any:
-        shapes = tuple((n, tuple(p.shape), p.requires_grad) for n, p in model.named_parameters())
-        sizes = tuple(t.shape for t in torch.utils._pytree.tree_leaves(example))
+
+@pytest.fixture(scope="module")
+def divided_graphs_are_shared() -> Iterator[None]:
+    """The same for models that are trained in parts, but not for the parts, whose labels differ."""
+    with captures_are_shared(packhorse.sil.divide):
+        yield
+
+
+@contextmanager
+def captures_are_shared(module: Any) -> Iterator[None]:
+    known: dict[Any, Any] = {}
+    original = module.capture
+
+    def capture(model: nn.Module, example: Any, loss: Any = None, **options: Any) -> Any:
+        shapes = tuple((n, tuple(p.shape), p.requires_grad, p.is_meta) for n, p in model.named_parameters())
+        sizes = tuple((t.shape, t.dtype) for t in torch.utils._pytree.tree_leaves(example))
         key = (type(model), shapes, sizes, repr(model), tuple(sorted(options.items())))
         if key not in known:
             known[key] = original(model, example, loss, **options)
         return known[key]
 
-    patch = pytest.MonkeyPatch()
-    patch.setattr(packhorse.tasks, "capture", capture)
-    yield
-    patch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "capture", capture)
+        yield
 
 
 # -- the small run that dies and goes on (crash.py)

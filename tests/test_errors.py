@@ -87,6 +87,23 @@ def test_a_batch_unlike_the_example(graph: ph.Graph, wrong: Any, message: str) -
         ph.partition(graph, 2).compose({}, {}, wrong)
 
 
+def test_loaders_make_lists_of_tuples(graph: ph.Graph) -> None:
+    x, y = batch()
+    found, expected = graph.inputs([x, y]), graph.inputs((x, y))
+    assert all(found[name] is tensor for name, tensor in expected.items())
+
+
+def test_one_row_and_a_batch_norm() -> None:
+    """Plain PyTorch refuses it; the kernel by itself would make its statistics nan."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    graph = ph.capture(model, batch(), squared)
+    with pytest.raises(
+        ph.BatchError, match=r"one row, .*batch_norm in 1 would have one value a channel.*at least 2 rows"
+    ):
+        graph.inputs(tuple(tensor[:1] for tensor in batch()))
+    assert not ph.capture(model, batch(), mode="predict").single_row
+
+
 @pytest.mark.parametrize("example", [None, "text", {}, (), torch.zeros(0, 3), torch.tensor(1.0)])
 def test_an_example_that_is_no_batch(example: Any) -> None:
     with pytest.raises(ph.BatchError, match="the example batch has no"):

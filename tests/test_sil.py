@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,12 @@ from packhorse.models import MLP
 from packhorse.sil import Hadamard, Readout, Site, Uniform, apart
 from packhorse.sil.hadamard import shortfall
 from packhorse.sil.labels import Reading
-from packhorse.sil.rows import INDEX, Rows, RowsWriter
+from packhorse.sil.rows import INDEX, Rows, RowsWriter, cut_rows
+from packhorse.sil.source import _resize
 from packhorse.weights import SafetensorsFiles
 
 WIDTHS = (12, 16, 16, 16, 4)
+pytestmark = pytest.mark.usefixtures("divided_graphs_are_shared")
 
 
 def make_data(rows: int = 96, batch: int = 16, seed: int | None = 3) -> Labelled:
@@ -632,11 +635,13 @@ def test_few_lengths_have_no_orthogonal_codes() -> None:
     assert max(shortfall(n, n) / n for n in range(16, 200)) < 0.18
 
 
-@pytest.mark.parametrize("shape", [(7,), (5, 7), (7, 4, 4), (7, 3, 4, 4)])
+@pytest.mark.parametrize(
+    ("shape", "is_map"), [((7,), False), ((5, 7), False), ((7, 4), True), ((7, 4, 4), True), ((7, 3, 4, 4), True)]
+)
 @pytest.mark.parametrize("positions", ["pooled", "each"])
 @pytest.mark.parametrize("grid", [1, 2])
-def test_values_are_read_as_vectors_and_back(shape: tuple[int, ...], positions: Any, grid: int) -> None:
-    reading = Reading(shape, positions, grid)
+def test_values_are_read_as_vectors_and_back(shape: tuple[int, ...], is_map: bool, positions: Any, grid: int) -> None:
+    reading = Reading(shape, is_map, positions, grid)
     vectors = torch.randn(3, reading.width)
     value = reading.spread(vectors)
     assert value.shape == (3, *shape)
@@ -831,8 +836,9 @@ def test_loaders_that_cannot_be_trained_on(loader: Any, message: str, tmp_path: 
         for verb in (trainer.fit, trainer.recover):
             with pytest.raises(ph.BatchError, match=message):
                 verb(loader, 1)
-        with pytest.raises(ph.BatchError):
-            trainer.evaluate(loader)
+        if not isinstance(loader, Iterator):  # which can be gone through once
+            with pytest.raises(ph.BatchError):
+                trainer.evaluate(loader)
         assert not any(s.done or s.phases for s in trainer.standings)
         trainer.fit(make_data())  # nothing is lost
 
@@ -844,3 +850,280 @@ def test_epochs_that_are_no_number_of_times(epochs: Any) -> None:
             trainer.fit(make_data(), epochs)
         with pytest.raises(ph.PackhorseError, match="epochs"):
             trainer.recover(make_data(), epochs)
+
+
+# -- what strangers bring
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("mode", ["sequential", "parallel"])
+def test_other_precisions(precision: Any, mode: Any) -> None:
+    model = make_model()
+    with make_trainer(model, precision=precision, mode=mode) as trainer:
+        trainer.fit(make_data(), epochs=8)
+        assert trainer.evaluate(make_data(seed=None)) > 0.9
+    assert all(p.dtype == torch.float32 and torch.isfinite(p).all() for p in model.parameters())
+
+
+def make_normed() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for i, o in ((12, 16), (16, 16)):
+        layers += [nn.Linear(i, o), nn.BatchNorm1d(o), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(16, 4))
+
+
+def test_no_row_is_left_alone_with_a_batch_norm() -> None:
+    """Which plain PyTorch refuses; batches of stored rows are cut so that there is none."""
+    model = make_normed()
+    with make_trainer(model, cuts=["2"], batch_sizes=16) as trainer:
+        trainer.fit(make_data(rows=97, batch=40))
+        assert [s.steps for s in trainer.standings] == [6, 6]
+    assert all(torch.isfinite(b).all() for b in model.buffers())
+    with make_trainer(make_normed(), cuts=["2"]) as trainer, pytest.raises(ph.BatchError, match="batch has one row"):
+        trainer.fit(make_data(rows=97, batch=16))
+
+
+@given(rows=st.integers(0, 40), size=st.integers(1, 12), pieces=st.lists(st.integers(1, 9), max_size=12))
+def test_rows_are_cut_alike_wherever_they_come_from(rows: int, size: int, pieces: list[int]) -> None:
+    sizes = cut_rows(rows, size)
+    assert sum(sizes) == rows
+    assert all(n == size for n in sizes[:-1])
+    assert size == 1 or rows <= 1 or 1 not in sizes
+    columns = [{"x": column} for column in torch.arange(sum(pieces)).split(pieces)] if pieces else []
+    resized = [batch["x"] for batch in _resize(columns, size)]
+    assert [len(x) for x in resized] == cut_rows(sum(pieces), size)
+    assert not pieces or torch.equal(torch.cat(resized), torch.arange(sum(pieces)))
+
+
+def test_a_loader_that_ends_for_good_spoils_nothing(tmp_path: Path) -> None:
+    class Once:
+        """A loader whose second `iter` goes on where the first has ended."""
+
+        def __init__(self) -> None:
+            self.batches = iter(list(make_data()))
+
+        def __iter__(self) -> Any:
+            return self.batches
+
+    with make_trainer(store=tmp_path / "s") as trainer, pytest.raises(ph.BatchError, match="begins anew, and resume"):
+        trainer.fit(Once())
+    model = make_model()
+    with make_trainer(model, store=tmp_path / "s", resume=True) as trainer:
+        trainer.fit(make_data())
+        assert trainer.standings[1].steps == 6
+
+
+def test_modules_of_any_name() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            names = ("segment", "columns", "index", "bind", "hold", "division", "is_last", "role", "pieces")
+            self.names = names
+            for i, name in enumerate(names):
+                self.add_module(name, nn.Linear(12 if i == 0 else 16, 4 if i == len(names) - 1 else 16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for name in self.names[:-1]:
+                x = self.get_submodule(name)(x).relu()
+            return self.get_submodule(self.names[-1])(x)  # type: ignore[no-any-return]
+
+    with make_trainer(Named(), parts=3) as trainer:
+        trainer.fit(make_data())
+        assert 0 <= trainer.evaluate(make_data()) <= 1
+
+
+class Masked(nn.Module):
+    """An encoder that takes another way in evaluation, where cuts inside of it find no place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(20, 16)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, tokens: Tensor, padding: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embed(tokens), src_key_padding_mask=padding).mean(1))  # type: ignore[no-any-return]
+
+
+def test_parts_end_where_evaluation_passes_too() -> None:
+    model = Masked()
+    tokens = torch.randint(20, (16, 6), generator=torch.Generator().manual_seed(0))
+    x = {"tokens": tokens, "padding": tokens == 3}
+    example = (x, tokens[:, 0] % 4)
+    with ph.SegmentedTrainer(
+        model, torch.optim.Adam(model.parameters()), example, num_classes=4, parts=2, labels="hadamard"
+    ) as trainer:
+        trainer.fit([example])
+        trainer.evaluate([example])
+    with pytest.raises(ph.PartitionError, match="at most 2 parts"):
+        ph.SegmentedTrainer(model, torch.optim.Adam(model.parameters()), example, num_classes=4, parts=3)
+
+
+class AskingMore(torch.optim.SGD):
+    def __init__(self, params: Any, why: str):
+        super().__init__(params, lr=0.1)
+
+
+def test_optimizers_whose_constructor_asks_for_more() -> None:
+    found = []
+    for kind in (lambda p: AskingMore(p, "because"), lambda p: torch.optim.SGD(p, lr=0.1)):
+        model = make_model()
+        with ph.SegmentedTrainer(
+            model, kind(model.parameters()), next(iter(make_data())), num_classes=4, cuts=["layers.1"]
+        ) as trainer:
+            trainer.fit(make_data())
+        found.append(values(model))
+    assert_equal(*found)
+
+
+def test_states_that_a_constructor_makes() -> None:
+    model = make_model()
+    before = values(model)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.5)
+    with ph.SegmentedTrainer(model, optimizer, next(iter(make_data())), num_classes=4, cuts=["layers.1"]) as trainer:
+        trainer.fit(make_data())
+    assert all(not torch.equal(before[name], value) for name, value in values(model).items())
+
+
+def test_an_optimizer_without_a_part_is_refused_at_once() -> None:
+    model = make_model()
+    optimizer = torch.optim.Adam(model.layers[0].parameters())
+    with pytest.raises(ph.PackhorseError, match=r"part 1 .* has no parameter in the optimizer"):
+        ph.SegmentedTrainer(model, optimizer, next(iter(make_data())), num_classes=4, cuts=["layers.1"])
+
+
+def test_rates_are_not_those_of_an_earlier_schedule() -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    seen: list[float] = []
+
+    def schedule(part: torch.optim.Optimizer, steps: int) -> Any:
+        seen.append(part.param_groups[0]["lr"])
+        found = torch.optim.lr_scheduler.LambdaLR(part, lambda _: 1.0)
+        seen.append(part.param_groups[0]["lr"])
+        return found
+
+    example = next(iter(make_data()))
+    with ph.SegmentedTrainer(
+        model, optimizer, example, num_classes=4, cuts=["layers.1"], rates=[0.03, 0.02], scheduler=schedule
+    ) as trainer:
+        trainer.fit(make_data())
+    assert seen == [0.03, 0.03, 0.02, 0.02]
+
+
+def test_steps_are_counted_beforehand() -> None:
+    data = torch.utils.data.TensorDataset(make_data().x, make_data().y)
+    some = torch.utils.data.RandomSampler(data, replacement=True, num_samples=200)
+    loaders: list[tuple[Any, int]] = [
+        (torch.utils.data.DataLoader(data, 16, sampler=some), 13),
+        (torch.utils.data.DataLoader(data, 40, drop_last=True), 5),
+        (list(make_data()), 6),
+        (make_data(), 6),
+    ]
+    for loader, steps in loaders:
+        counted: list[int] = []
+
+        def schedule(optimizer: Any, steps: int, counted: list[int] = counted) -> Any:
+            counted.append(steps)
+            return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+
+        with make_trainer(batch_sizes=16, scheduler=schedule) as trainer:
+            trainer.fit(loader)
+            assert counted == [s.steps for s in trainer.standings] == [steps, steps]
+
+
+def test_later_parts_have_batches_like_the_loaders() -> None:
+    for loader in (make_data(batch=32), list(make_data(batch=32))):
+        with make_trainer() as trainer:  # whose example has 16 rows
+            trainer.fit(loader)
+            assert [s.steps for s in trainer.standings] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("layers", "shape", "is_map"),
+    [
+        ([nn.Conv1d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 10, 4)], (8, 10), True),
+        ([nn.Conv1d(3, 8, 3), nn.BatchNorm1d(8), nn.GELU(), nn.Flatten(), nn.Linear(8 * 10, 4)], (8, 10), True),
+        ([nn.Linear(12, 8), nn.ReLU(), nn.Flatten(), nn.Linear(3 * 8, 4)], (3, 8), False),
+    ],
+    ids=["convolution", "norm", "linear"],
+)
+def test_maps_are_told_from_sequences(layers: list[nn.Module], shape: tuple[int, ...], is_map: bool) -> None:
+    model = nn.Sequential(*layers)
+    cut = str(len(layers) - 3)
+    example = (torch.randn(8, 3, 12), torch.randint(4, (8,)))
+    seen: list[Site] = []
+
+    def scheme(site: Site) -> Any:
+        seen.append(site)
+        return Readout()(site)
+
+    optimizer = torch.optim.Adam(model.parameters())
+    with ph.SegmentedTrainer(model, optimizer, example, num_classes=4, cuts=[cut], labels=scheme) as trainer:
+        trainer.fit([example])
+    assert [(site.shape, site.is_map) for site in seen] == [(shape, is_map)]
+
+
+def make_scheme(site: Site) -> Any:
+    return Hadamard()(site)
+
+
+def test_a_function_as_scheme_is_known_again(tmp_path: Path) -> None:
+    with make_trainer(labels=make_scheme, store=tmp_path / "s") as trainer:
+        trainer.fit(make_data())
+    with make_trainer(labels=make_scheme, store=tmp_path / "s", resume=True) as trainer:
+        assert all(standing.done for standing in trainer.standings)
+
+
+def test_a_run_is_taken_up_with_the_same_choices(tmp_path: Path) -> None:
+    with make_trainer(store=tmp_path / "s") as trainer:
+        trainer.fit(make_data())
+        trainer.recover(make_data(), epochs=2)
+    with pytest.raises(ph.StoreError, match="another batch_sizes"):
+        make_trainer(store=tmp_path / "s", resume=True, batch_sizes=8)
+    model = make_model()
+    with pytest.raises(ph.StoreError, match="another optimizer: Adam, here SGD"):
+        ph.SegmentedTrainer(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            next(iter(make_data())),
+            num_classes=4,
+            labels="hadamard",
+            cuts=["layers.1"],
+            store=tmp_path / "s",
+            resume=True,
+        )
+    with make_trainer(store=tmp_path / "s", resume=True) as trainer:
+        trainer.fit(make_data())
+        with pytest.raises(ph.StoreError, match="trained for 2 epochs, but 3 are asked"):
+            trainer.recover(make_data(), epochs=3)
+
+
+def test_a_generator_will_do_to_evaluate() -> None:
+    with make_trainer() as trainer:
+        assert trainer.evaluate(pair for pair in make_data(seed=None)) == trainer.evaluate(make_data(seed=None))
+
+
+def test_a_name_that_classes_have() -> None:
+    class Takes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(12, 8), nn.Linear(8, 4)
+
+        def forward(self, y: Tensor) -> Tensor:
+            return self.b(self.a(y).relu())  # type: ignore[no-any-return]
+
+    model = Takes()
+    x, y = next(iter(make_data()))
+    with pytest.raises(ph.BatchError, match="x has a value 'y'"):
+        ph.SegmentedTrainer(model, torch.optim.Adam(model.parameters()), ({"y": x}, y), num_classes=4, parts=2)
+
+
+def test_a_cut_before_any_parameter() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 4))
+    with pytest.raises(ph.PartitionError, match="no parameter has a part in what crosses there"):
+        make_trainer(model, cuts=["0"])

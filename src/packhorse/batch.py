@@ -60,7 +60,7 @@ class BatchSpec:
     def flatten(self, batch: Any) -> list[Tensor]:
         """The batch's tensors in order, after checking that its structure is that of the example."""
         paths, tree = _flatten(batch)
-        if tree != self.tree:
+        if tree != self.tree and _flatten(_in_tuples(batch))[1] != _flatten(_in_tuples(self._example()))[1]:
             expected = ", ".join(leaf.path or "a tensor" for leaf in self.leaves)
             found = ", ".join(path or type(leaf).__name__ for path, leaf in paths)
             raise BatchError(
@@ -85,6 +85,10 @@ class BatchSpec:
         for position, value in self.constants:
             leaves.insert(position, value)
         return tree_unflatten(leaves, self.tree)
+
+    def _example(self) -> Any:
+        """The structure with nothing in it."""
+        return tree_unflatten([None] * self.tree.num_leaves, self.tree)
 
     def count_rows(self, batch: Any) -> int:
         return self._rows(self.flatten(batch))
@@ -148,6 +152,13 @@ def _in_key_order(batch: Any) -> Any:
     if type(batch) in (tuple, list):
         return type(batch)(_in_key_order(item) for item in batch)
     return batch
+
+
+def _in_tuples(batch: Any) -> Any:
+    """Loaders make lists of what was a tuple."""
+    if isinstance(batch, Mapping):
+        return {key: _in_tuples(value) for key, value in batch.items()}
+    return tuple(map(_in_tuples, batch)) if type(batch) in (tuple, list) else batch
 
 
 def _same_constant(found: Any, constant: Any) -> bool:

@@ -266,19 +266,22 @@ def sil(
             progress=tell,
         ) as trainer:
             trainer.fit(loader, epochs)
-            accuracy = trainer.evaluate(tested)
-            described = trainer.describe() | {"accuracy": accuracy}
-            report = trainer.report()
+            accuracies: dict[str, float] = {}
+            if not trainer.is_recovered:  # else parts are no longer what they were trained to by themselves
+                accuracies["accuracy"] = trainer.evaluate(tested)
+            described, report = trainer.describe(), trainer.report()
             if recover:
                 trainer.recover(loader, recover)
-                described["recovered"] = trainer.evaluate(tested)
+            if trainer.is_recovered:
+                accuracies["recovered"] = trainer.evaluate(tested)
+            described |= accuracies
             if save is not None:
                 trainer.save(save)
     if as_json:
         typer.echo(json.dumps(described, indent=2))
         return
     console.print(Text(report))
-    console.print(f"accuracy {accuracy:.2%}" + (f", recovered {described['recovered']:.2%}" if recover else ""))
+    console.print(", ".join(f"{name} {accuracy:.2%}" for name, accuracy in accuracies.items()))
 
 
 @app.command()

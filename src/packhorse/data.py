@@ -87,6 +87,11 @@ class Labelled:
         """As DataLoader has it: one row an example."""
         return self.y
 
+    @property
+    def batch_size(self) -> int:
+        """Likewise."""
+        return self.rows
+
     def __len__(self) -> int:
         return -(-len(self.y) // self.rows)
 

@@ -144,10 +144,19 @@ class Stepper:
         """The states the optimizer's constructor makes for a parameter; most make none before the first step."""
         if not self._has_state:
             return {}
-        accepted = inspect.signature(type(self.optimizer).__init__).parameters
-        defaults = {k: v for k, v in self.optimizer.defaults.items() if k in accepted}
-        fresh = type(self.optimizer)([nn.Parameter(parameter.detach().clone())], **defaults)  # type: ignore[call-arg]  # the subclass has them
+        fresh = self._construct([nn.Parameter(parameter.detach().clone())])
         return dict(next(iter(fresh.state.values()), {}))
+
+    def _construct(self, parameters: Any) -> Optimizer:
+        kind: Any = type(self.optimizer)
+        accepted = inspect.signature(kind.__init__).parameters
+        made: Optimizer = kind(parameters, **{k: v for k, v in self.optimizer.defaults.items() if k in accepted})
+        return made
+
+    def over(self, groups: list[Group]) -> Optimizer:
+        """The same kind of optimizer with the same settings over other parameters, by groups; constructed anew only if that
+        makes states, since a constructor may ask for more than its defaults tell."""
+        return self._construct(groups) if self._has_state else _shadow(self.optimizer, groups, defaultdict(dict))
 
     def is_tileable(self, name: str) -> bool:
         """Whether stepping a parameter tile by tile gives the same bits: tried, over three steps, with this group's values."""

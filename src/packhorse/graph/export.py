@@ -7,7 +7,7 @@ deep model leaves hundreds of megabytes behind.
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -49,6 +49,7 @@ from packhorse.graph.lean import CROSS_ENTROPY, OVER_LOGITS, may_write_over
 from packhorse.graph.table import NodeTable, ValueTable
 from packhorse.precision import cast_floats, working_dtype
 
+TRAINING = 5  # its place among the arguments of aten.batch_norm
 _CHECKS = (
     "_assert",
     "sym_constrain",
@@ -90,7 +91,7 @@ def export_graph(entry: Entry, guards: tuple[Guard, ...], packed: bool, device: 
         buffers={name: replace(buffer, written=name in written) for name, buffer in buffers.items()},
         constants={v.name: converter.constants[v.name] for v in values if v.kind == "constant"},
         guards=guards,
-        single_row=facts.single_row,
+        single_row=facts.single_row or _find_norm_of_one_value(values, nodes),
         precision=entry.precision,
     )
 
@@ -484,6 +485,16 @@ def _copy_written_inputs(converter: _Converter) -> None:
     if copies:
         converter.nodes = clones + [_renumber(node, lambda i: copies.get(i, i)) for node in nodes]
         converter.outputs = move_refs(converter.outputs, lambda ref: Ref(copies.get(ref, ref)))
+
+
+def _find_norm_of_one_value(values: Sequence[Value], nodes: Sequence[Node]) -> str:
+    """A batch norm in training that one row leaves with one value a channel: plain PyTorch refuses, its kernel does not."""
+    for node in nodes:
+        if node.operation.name == "batch_norm" and node.operation.args[TRAINING] is True:
+            shape = values[node.operands[0]].type.shape
+            if all(size == 1 for size in shape[2:]):
+                return f"{node} would have one value a channel"
+    return ""
 
 
 def _refuse_written_constants(converter: _Converter) -> None:

@@ -54,9 +54,9 @@ def one_each(given: Any, num_parts: int, name: str) -> list[Any]:
     return list(given)
 
 
-def check_loader(loader: Any) -> None:
-    """It is gone through once an epoch, by each part that reads it, and once more for what the first makes of it."""
-    if isinstance(loader, Iterator):
+def check_loader(loader: Any, *, once: bool = False) -> None:
+    """Training goes through it once an epoch, for each part that reads it, and once more for what the first makes of it."""
+    if isinstance(loader, Iterator) and not once:
         raise BatchError(
             f"the loader is a {type(loader).__name__}, which can be gone through once, but training does so every epoch; give "
             "a list, a DataLoader, or an object whose __iter__ begins anew"

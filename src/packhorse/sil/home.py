@@ -1,10 +1,10 @@
 """Where the parts of a run are kept.
 
 In: a directory, or none, and what the run is. Out: `Home`: a header that says which run it is, a place for each phase of each
-part, one for each time the joined model was trained end to end, and how often that was.
+part, one for each time the joined model was trained end to end, and for how long.
 
     sil.json                what the run is
-    recovered.json          how often it was trained end to end
+    recovered.json          for how many epochs it was trained end to end, each time
     recovery0/model         what that made of it; store: while it lasts
     part0/standing.json     how far the part is
     part0/phase0/model      what a phase made of it; store: while it lasts
@@ -33,7 +33,8 @@ class Home:
                 f"{world.size} ranks train parts of one model and leave them in a directory that all of them see; pass "
                 "store=DIRECTORY"
             )
-        self.lasts, self.recoveries = directory is not None, 0
+        self.lasts = directory is not None
+        self.recovered: tuple[int, ...] = ()  # epochs, each time
         self._world = world
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         if directory is None:
@@ -69,7 +70,7 @@ class Home:
         found = self._world.share(found, 0)
         if isinstance(found, StoreError):
             raise found
-        self._count_recoveries()
+        self._read_recovered()
         return found
 
     def _open(self, header: Mapping[str, Any], resume: bool) -> bool:
@@ -89,21 +90,21 @@ class Home:
                 raise StoreError(
                     f"{self.path} holds a run with another {key}: {found.get(key)}, here {value}; choose another"
                 )
-        self._count_recoveries()
+        self._read_recovered()
         return True
 
-    def _count_recoveries(self) -> None:
+    def _read_recovered(self) -> None:
         if (self.path / RECOVERED).exists():
-            self.recoveries = unseal(self.path / RECOVERED)["recoveries"]
+            self.recovered = tuple(unseal(self.path / RECOVERED)["epochs"])
 
-    def commit_recovery(self) -> None:
+    def commit_recovery(self, epochs: int) -> None:
         """One more is complete; the one before it is no longer needed. Of several ranks the first writes."""
-        self.recoveries += 1
+        self.recovered = (*self.recovered, epochs)
         if self._world is None or self._world.rank == 0:
-            text = seal({"recoveries": self.recoveries})
+            text = seal({"epochs": self.recovered})
             replace_small(FileSystem(), self.path / RECOVERED, text, sync=True)
-            if self.recoveries > 1:
-                remove(self.recovery(self.recoveries - 2))
+            if len(self.recovered) > 1:
+                remove(self.recovery(len(self.recovered) - 2))
         if self._world is not None:
             self._world.gather_objects(None)
 

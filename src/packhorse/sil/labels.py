@@ -3,12 +3,13 @@
 In: the shape of a row at the cut, the number of classes, a seed. Out: `Labels`: a loss for the part before the cut, a read-out
 of classes from its output, and made-up outputs for the part behind it. Parts need to share nothing but the seed.
 
-Vectors are taken as they are. Of feature maps [channels, height, width] and sequences [tokens, width] the mean over positions
-counts, or, with `positions="each"`, every position by itself; `grid` keeps that many cells along each side of a map: a code has
-a part for each of them.
+Vectors are taken as they are. Of feature maps, [channels, height, width] or along any number of sides, and sequences
+[tokens, width] the mean over positions counts, or, with `positions="each"`, every position by itself; `grid` keeps that many
+cells along each side of a map: a code has a part for each of them.
 """
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -25,12 +26,16 @@ Positions = Literal["pooled", "each"]
 
 @dataclass(frozen=True)
 class Site:
-    """Where labels are wanted: at cut `index`, counted from 0, whose value has rows of this shape."""
+    """Where labels are wanted: at cut `index`, counted from 0, whose value has rows of this shape.
+
+    `is_map`: channels come first, then positions, along one, two or three sides; else it is a vector, or a sequence of them.
+    """
 
     index: int
     shape: tuple[int, ...]
     num_classes: int
     seed: int
+    is_map: bool = False
 
     @property
     def generator(self) -> torch.Generator:
@@ -55,12 +60,11 @@ class Labels(Protocol):
 
 
 class Scheme(Protocol):
-    """Makes labels for a site."""
+    """Makes labels for a site; it may be a function.
 
-    @property
-    def activated(self) -> bool:
-        """Whether the value behind an activation is wanted, or the one before it."""
-        ...
+    With an attribute `activated` it says whether it wants the value behind an activation, as it gets without, or the one
+    before it.
+    """
 
     def __call__(self, site: Site) -> Labels: ...
 
@@ -70,12 +74,9 @@ class Reading:
     """How a value becomes vectors, one a row, or one a position."""
 
     shape: tuple[int, ...]
+    is_map: bool
     positions: Positions = "pooled"
     grid: int = 1
-
-    @property
-    def is_map(self) -> bool:
-        return len(self.shape) >= 3
 
     @property
     def width(self) -> int:
@@ -95,8 +96,8 @@ class Reading:
             return output.mean(1)
         if self.grid == 1:
             return output.flatten(2).mean(2)
-        pool: Any = F.adaptive_avg_pool2d if len(self.shape) == 3 else F.adaptive_avg_pool3d
-        return pool(output, [min(self.grid, size) for size in self.shape[1:]]).flatten(1)
+        pools: list[Any] = [F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d]
+        return pools[len(self.shape) - 2](output, [min(self.grid, size) for size in self.shape[1:]]).flatten(1)
 
     def spread(self, vectors: Tensor) -> Tensor:
         """Values of full shape whose vectors are these, the same at every position of a cell."""
@@ -178,7 +179,7 @@ class Uniform:
     activated: bool = False
 
     def __call__(self, site: Site) -> Labels:
-        reading = Reading(site.shape, self.positions, self.grid)
+        reading = Reading(site.shape, site.is_map, self.positions, self.grid)
         codes = self.kappa * torch.rand(site.num_classes, reading.width, generator=site.generator)
         return _Targets(codes, reading, self.noise * self.kappa)
 
@@ -197,7 +198,7 @@ class Hadamard:
     activated: bool = False
 
     def __call__(self, site: Site) -> Labels:
-        reading = Reading(site.shape, self.positions, self.grid)
+        reading = Reading(site.shape, site.is_map, self.positions, self.grid)
         if site.num_classes > reading.width:
             raise PackhorseError(
                 f"{site.num_classes} classes need codes of at least that length to be orthogonal, but the value at cut "
@@ -225,7 +226,7 @@ class Readout:
     activated: bool = True
 
     def __call__(self, site: Site) -> Labels:
-        reading = Reading(site.shape, self.positions, self.grid)
+        reading = Reading(site.shape, site.is_map, self.positions, self.grid)
         codes = torch.randn(site.num_classes, reading.width, generator=site.generator)
         codes = self.gain * (codes - codes.mean(0)) / math.sqrt(reading.width)
         return _Directions(codes, reading, self.noise, self.strength, self.smoothing)
@@ -241,18 +242,21 @@ def find_scheme(labels: str | Scheme) -> Scheme:
                 f"labels is {labels!r}, expected one of {', '.join(SCHEMES)}, or a scheme of your own (sil/labels.py: Scheme)"
             )
         return SCHEMES[labels]()
-    if not callable(labels) or not hasattr(labels, "activated"):
+    if not callable(labels):
         raise PackhorseError(
-            f"labels is a {type(labels).__name__}, expected a name or a scheme: called with a Site it returns Labels, and its "
-            "`activated` says on which side of an activation it wants the cut"
+            f"labels is a {type(labels).__name__}, expected a name or a scheme: called with a Site it returns Labels"
         )
     return labels
+
+
+def wants_activated(scheme: Scheme) -> bool:
+    return bool(getattr(scheme, "activated", True))
 
 
 def name_scheme(scheme: Scheme) -> str:
     """The same in another process, by which a run knows it again: its repr, or its class and plain attributes."""
     kind = type(scheme)
     if kind.__repr__ is not object.__repr__:
-        return repr(scheme)
+        return re.sub(r" at 0x[0-9a-f]+", "", repr(scheme))  # functions have an address there
     plain = {n: v for n, v in sorted(vars(scheme).items()) if isinstance(v, (bool, int, float, str, tuple))}
     return f"{kind.__qualname__}({', '.join(f'{name}={value!r}' for name, value in plain.items())})"

@@ -135,7 +135,7 @@ class Rows:
     def batches(self, size: int, generator: torch.Generator | None = None) -> Iterator[dict[str, Tensor]]:
         """All rows once, shuffled by the generator, or in order."""
         order = torch.arange(self.count) if generator is None else torch.randperm(self.count, generator=generator)
-        for chosen in order.split(size):
+        for chosen in order.split(cut_rows(self.count, size)):
             yield self.read(chosen)
 
     def close(self) -> None:
@@ -148,6 +148,12 @@ class Rows:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def cut_rows(count: int, size: int) -> list[int]:
+    """Rows of each batch; one that would be left alone goes with those before it: batch norms have no use for one."""
+    sizes = [size] * (count // size) + ([count % size] if count % size else [])
+    return [*sizes[:-2], size + 1] if count > size > 1 == count % size else sizes
 
 
 def _path(directory: Path, column: int) -> Path:

@@ -12,8 +12,8 @@ from torch import Tensor
 from packhorse.errors import BatchError
 from packhorse.keys import random_seed
 from packhorse.sil.labels import Labels
-from packhorse.sil.parts import Division
-from packhorse.sil.rows import Rows
+from packhorse.sil.parts import Crossing, Division
+from packhorse.sil.rows import Rows, cut_rows
 
 Columns = dict[str, Tensor]
 
@@ -65,14 +65,22 @@ class Loaded:
             yield x, y
 
     def count(self) -> int | None:
-        try:
-            batches = len(self.loader)  # type: ignore[arg-type]  # it may have no length
-        except TypeError:
-            return None
         if self.size is None:
-            return batches
-        rows = len(getattr(self.loader, "dataset", ()))
-        return -(-rows // self.size) if rows else None
+            return _find_length(self.loader)
+        rows = _count_rows(self.loader)
+        return None if rows is None else len(cut_rows(rows, self.size))
+
+    def find_rows(self) -> int:
+        """Of its batches: the size that it has been given, the loader says, or the first has."""
+        if self.size is not None:
+            return self.size
+        size = getattr(self.loader, "batch_size", None)
+        if isinstance(size, int):
+            return size
+        first = next(self.pairs(0), None)
+        if first is None:
+            raise BatchError("the loader has no batch; give one that yields (x, y)")
+        return len(first[1])
 
 
 class Stored:
@@ -98,19 +106,20 @@ class Stored:
         return self.rows.batches(self.size)
 
     def count(self) -> int:
-        return -(-len(self.rows) // self.size)
+        return len(cut_rows(len(self.rows), self.size))
 
 
 class Imitated:
     """Batches of a loader whose value at a cut is made up from their classes."""
 
-    def __init__(self, loaded: Loaded, learned: str, labels: Labels, seed: int):
-        self.loaded, self.learned, self.labels, self.seed = loaded, learned, labels, seed
+    def __init__(self, loaded: Loaded, crossing: Crossing, labels: Labels, seed: int):
+        self.loaded, self.crossing, self.labels, self.seed = loaded, crossing, labels, seed
 
     def batches(self, epoch: int) -> Iterator[Columns]:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         for columns in self.loaded.batches(epoch):
-            yield columns | {self.learned: self.labels.imitate(columns[self.loaded.division.label], generator)}
+            made_up = self.labels.imitate(columns[self.loaded.division.label], generator)
+            yield columns | {self.crossing.learned: made_up.to(self.crossing.dtype)}
 
     def as_they_are(self, epoch: int) -> Iterator[Columns]:
         raise NotImplementedError("made-up values stand for nothing that could be kept")
@@ -120,15 +129,39 @@ class Imitated:
 
 
 def _resize(batches: Iterable[Columns], size: int) -> Iterator[Columns]:
-    """The same rows in batches of `size`; the last may be smaller."""
+    """The same rows in batches of `size`; the last may be smaller, or have one more (`cut_rows`)."""
     waiting: Columns = {}
+
+    def count() -> int:
+        return len(next(iter(waiting.values()), ()))
+
     for columns in batches:
         waiting = {n: torch.cat([waiting[n], t]) for n, t in columns.items()} if waiting else columns
-        while len(next(iter(waiting.values()))) >= size:
+        while count() > size + 1:
             yield {n: t[:size] for n, t in waiting.items()}
             waiting = {n: t[size:] for n, t in waiting.items()}
-    if waiting and len(next(iter(waiting.values()))):
-        yield waiting
+    for taken in cut_rows(count(), size):
+        yield {n: t[:taken] for n, t in waiting.items()}
+        waiting = {n: t[taken:] for n, t in waiting.items()}
+
+
+def _find_length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+def _count_rows(loader: Any) -> int | None:
+    """Of all batches, as far as that can be told without going through them."""
+    if isinstance(loader, (list, tuple)):
+        return sum(len(take_apart(batch)[1]) for batch in loader)
+    batches, size = _find_length(loader), getattr(loader, "batch_size", None)
+    if batches is None or not isinstance(size, int):
+        return None
+    if getattr(loader, "drop_last", False):
+        return batches * size
+    return _find_length(getattr(loader, "sampler", getattr(loader, "dataset", None)))
 
 
 def _draw_by_seed(loader: Iterable[Any], seed: int) -> Iterator[Any]:

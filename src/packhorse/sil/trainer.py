@@ -26,9 +26,19 @@ from packhorse.precision import Precision
 from packhorse.ranks.world import alone, find_world
 from packhorse.sil.apart import Tell, await_part, is_mine, run_apart
 from packhorse.sil.choices import check_choices, check_counts, check_loader, check_rates
+from packhorse.sil.divide import divide
 from packhorse.sil.home import Home, remove
-from packhorse.sil.labels import Labels, Scheme, Site, find_scheme, name_scheme
-from packhorse.sil.parts import LABEL, ByLabel, Loss, Part, divide, find_logits, join, mean_cross_entropy
+from packhorse.sil.labels import Labels, Scheme, Site, find_scheme, name_scheme, wants_activated
+from packhorse.sil.parts import (
+    LABEL,
+    ByLabel,
+    Loss,
+    Part,
+    find_logits,
+    give_values,
+    join,
+    mean_cross_entropy,
+)
 from packhorse.sil.report import describe, show
 from packhorse.sil.rows import Rows, RowsWriter
 from packhorse.sil.source import Columns, Imitated, Loaded, Source, Stored, check_classes, take_apart
@@ -103,7 +113,7 @@ class SegmentedTrainer:
             self.loss,
             parts=parts,
             cuts=cuts,
-            activated=scheme.activated,
+            activated=wants_activated(scheme),
             precision=precision,
         )
         if self.division.num_scores < num_classes:
@@ -115,9 +125,15 @@ class SegmentedTrainer:
         self.batch_sizes: list[int | None] = [None] * self.num_parts
         if batch_sizes is not None:
             self.batch_sizes = [*check_counts(batch_sizes, self.num_parts, "batch_sizes")]
-        sites = [Site(i, crossing.shape, num_classes, seed) for i, crossing in enumerate(self.division.crossings)]
+        crossings = self.division.crossings
+        sites = [Site(i, c.shape, num_classes, seed, c.is_map) for i, c in enumerate(crossings)]
         self.labels: list[Labels] = [scheme(site) for site in sites]
         self.standings = [self._describe(i) for i in range(self.num_parts)]
+        for i, segment in enumerate(self.division.train.segments):
+            if not any(name in self._stepper.groups for name in segment.parameters):
+                raise PackhorseError(
+                    f"part {i} ({', '.join(segment.modules)}) has no parameter in the optimizer; give it model.parameters()"
+                )
         self._is_meta = any(p.is_meta for p in model.parameters())
         self._keeps = store is not None or self._is_meta or mode == "parallel"  # trained values, in files
         self._world = find_world()
@@ -128,6 +144,11 @@ class SegmentedTrainer:
     @property
     def num_parts(self) -> int:
         return self.division.num_parts
+
+    @property
+    def is_recovered(self) -> bool:
+        """Whether the joined model has been trained end to end, by this process or one before it."""
+        return bool(self._recoveries or self._home.recovered)
 
     # -- the verbs
 
@@ -190,7 +211,12 @@ class SegmentedTrainer:
         (epochs,) = check_counts(epochs, 1, "epochs")
         check_loader(loader)
         number = self._recoveries
-        if number < self._home.recoveries:  # its values were taken up when the run was
+        if number < len(self._home.recovered):  # its values were taken up when the run was
+            if self._home.recovered[number] != epochs:
+                raise StoreError(
+                    f"the joined model was trained for {self._home.recovered[number]} epochs, but {epochs} are asked; give as "
+                    "many as it had, or choose another store"
+                )
             self._recoveries += 1
             return
         place, weights = self._home.recovery(number), None
@@ -222,7 +248,7 @@ class SegmentedTrainer:
                 trainer.load_into(self.model)
         self._recoveries += 1
         if self._keeps:
-            self._home.commit_recovery()
+            self._home.commit_recovery(epochs)
             if self._world is None or self._world.rank == 0:
                 remove(place / "store")
                 remove(place / "joined")
@@ -232,7 +258,7 @@ class SegmentedTrainer:
 
     def evaluate(self, loader: Batches) -> float:
         """The accuracy of the joined model. `standings` then tell what each part's own output, read out, gets right."""
-        check_loader(loader)
+        check_loader(loader, once=True)
         right = count = 0
         with tempfile.TemporaryDirectory(dir=self._home.path, prefix="evaluation-") as scratch, ExitStack() as opened:
             source: Source = Loaded(self.division, loader, self.num_classes)
@@ -298,8 +324,7 @@ class SegmentedTrainer:
         loaded = Loaded(self.division, loader, self.num_classes, self.batch_sizes[i], self._seed(i))
         source: Source = loaded
         if i:
-            crossing = self.division.crossings[i - 1]
-            source = Imitated(loaded, crossing.learned, self.labels[i - 1], self._seed(i))
+            source = Imitated(loaded, self.division.crossings[i - 1], self.labels[i - 1], self._seed(i))
         self._train(i, 0, source, counts[i], tell)
 
     def _train(self, i: int, phase: int, source: Source, epochs: int, tell: Tell) -> None:
@@ -316,14 +341,15 @@ class SegmentedTrainer:
         part = self._make_part(i)
         optimizer = self._make_optimizer(i, part)
         schedule = self._schedule(optimizer, source.count(), epochs)
-        loss = None if part.is_last else _LabelLoss(self.labels[i])
+        role = part.packhorse_role
+        loss = None if role.is_last else _LabelLoss(self.labels[i])
         place, before, rows = self._home.phase(i, number), self._epochs_before(i), 0
 
         def batches(epoch: int) -> Iterator[dict[str, Tensor]]:
             nonlocal rows
             for columns in source.batches(before + epoch):
                 rows += len(columns[self.division.label])
-                yield part.bind(columns)
+                yield role.bind(columns)
 
         with (
             alone(),  # other ranks train other parts
@@ -342,7 +368,7 @@ class SegmentedTrainer:
         standing.seconds += time.perf_counter() - started
         grown = watch.read()
         standing.grown_bytes = grown if grown is None else max(grown, standing.grown_bytes or 0)
-        standing.epochs, standing.recoveries = (*standing.epochs, epochs), self._home.recoveries
+        standing.epochs, standing.recoveries = (*standing.epochs, epochs), len(self._home.recovered)
         if self._keeps:
             standing.save(self._home.place(i))
             remove(place / "store")
@@ -359,6 +385,11 @@ class SegmentedTrainer:
             with self._opened(i) as predict, RowsWriter(self._home.rows(i)) as writer:
                 for columns in source.as_they_are(sum(standing.epochs)):
                     writer.append(self._carry(i, columns, predict(columns)))
+                if not writer.count:
+                    raise BatchError(
+                        f"part {i} is trained, but then the loader had no batch to make the next part's inputs of; give one "
+                        "whose __iter__ begins anew, and resume"
+                    )
             standing.stored_bytes = writer.nbytes
         standing.fits = self._fits + 1
         if self._keeps:
@@ -380,8 +411,9 @@ class SegmentedTrainer:
         if i == 0:
             yield Loaded(self.division, loader, self.num_classes, size, self._seed(i))
             return
+        size = Loaded(self.division, loader, self.num_classes, size).find_rows()
         with Rows(self._home.rows(i - 1)) as rows:
-            yield Stored(rows, size or self._rows, self._seed(i), self.division.crossings[i - 1].learned, self.noise)
+            yield Stored(rows, size, self._seed(i), self.division.crossings[i - 1].learned, self.noise)
 
     @property
     def _rows(self) -> int:
@@ -398,11 +430,11 @@ class SegmentedTrainer:
             files = self._latest(i)
             given = {**dict(part.named_parameters()), **dict(part.named_buffers())}
             stored = SafetensorsFiles(files) if files is not None else {}
-            part.hold((name, stored[name].load()) for name in given if name in stored)
+            give_values(part, ((name, stored[name].load()) for name in given if name in stored))
             with torch.random.fork_rng([]):
                 torch.manual_seed(self._seed(i))
                 first = read_model(self.model, [name for name in given if name not in stored])
-                part.hold((name, value if given[name].is_meta else value.clone()) for name, value in first)
+                give_values(part, ((n, value if given[n].is_meta else value.clone()) for n, value in first))
         return part
 
     def _make_optimizer(self, i: int, part: Part) -> torch.optim.Optimizer:
@@ -411,16 +443,11 @@ class SegmentedTrainer:
         for name, parameter in part.named_parameters():
             if name in self._stepper.groups:
                 groups.setdefault(self._stepper.groups[name], []).append(parameter)
-        if not groups:
-            raise PackhorseError(
-                f"part {i} ({', '.join(self.standings[i].modules)}) has no parameter in the optimizer; give it "
-                "model.parameters()"
-            )
         chosen = self._stepper.read_groups()
         rate = {} if self.rates[i] is None else {"lr": self.rates[i]}
-        kind: Any = type(self.optimizer)
-        made: torch.optim.Optimizer = kind([{**chosen[g], **rate, "params": members} for g, members in groups.items()])
-        return made
+        for group in chosen:
+            group.pop("initial_lr", None)  # of a schedule that is not this part's
+        return self._stepper.over([{**chosen[g], **rate, "params": members} for g, members in groups.items()])
 
     def _schedule(self, optimizer: torch.optim.Optimizer, count: int | None, epochs: int) -> Any:
         if self.scheduler is None:
@@ -450,18 +477,19 @@ class SegmentedTrainer:
         graph = self.division.train.graph
         types = {value.name: value.type for value in graph.values}
         columns = {}
-        for name in (*part.columns, self.division.label):
+        for name in (*part.packhorse_role.columns, self.division.label):
             shape: Any = [size.at(self._rows) if isinstance(size, Size) else size for size in types[name].shape]
             columns[name] = torch.zeros(shape, dtype=types[name].dtype)
-        return part.bind(columns)
+        return part.packhorse_role.bind(columns)
 
     @contextmanager
     def _opened(self, i: int) -> Iterator[Callable[[Columns], Any]]:
         """A part that is trained, as a function from columns to what it makes of them."""
         if self.standings[i].on_disk and self._is_meta:
             part = Part(self.division, i)
+            role = part.packhorse_role
             plain = torch.optim.SGD(part.parameters())  # which keeps nothing beside the values
-            loss = None if part.is_last else _LabelLoss(self.labels[i])
+            loss = None if role.is_last else _LabelLoss(self.labels[i])
             with ExitStack() as stack:
                 scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=self._home.path, prefix="opened-")))
                 stack.enter_context(alone())
@@ -470,12 +498,12 @@ class SegmentedTrainer:
                         part, plain, self._example(part), loss, scratch / "store", weights=self._latest(i)
                     )
                 )
-                yield lambda columns: trainer.predict(_without_label(part.bind(columns)))
+                yield lambda columns: trainer.predict(_without_label(role.bind(columns)))
             return
         part = self._make_part(i)
         part.eval()
         with torch.no_grad():
-            yield lambda columns: part(**_without_label(part.bind(columns)))
+            yield lambda columns: part(**_without_label(part.packhorse_role.bind(columns)))
         part.train()
 
     def _tell(self, progress: Progress) -> None:
@@ -503,6 +531,8 @@ class SegmentedTrainer:
             "seed": self.seed,
             "noise": self.noise,
             "refine": self.refine,
+            "optimizer": type(self.optimizer).__qualname__,
+            "batch_sizes": self.batch_sizes,
         }
         if self._home.open(header, resume=resume):
             for i in range(self.num_parts):
@@ -523,7 +553,7 @@ class SegmentedTrainer:
 
     def _latest(self, i: int) -> Path | None:
         """The files that have a part's values: of its last phase, or of the whole model's training after that."""
-        standing, recoveries = self.standings[i], self._home.recoveries
+        standing, recoveries = self.standings[i], len(self._home.recovered)
         if recoveries > standing.recoveries:
             return self._home.recovery(recoveries - 1) / "model"
         return self._home.phase(i, standing.phases - 1) / "model" if standing.phases else None
