@@ -230,7 +230,9 @@ class Gradient:
             found.write(part, start - slot.start)
             return part
         flat = self.tensors.get(slot.name)
-        return None if flat is None else flat[start - slot.start : stop - slot.start]
+        if flat is None or stop - start == slot.numel:
+            return flat
+        return flat[start - slot.start : stop - slot.start]
 
     def take_over(self, slot: Slot, other: "Gradient") -> None:
         """A tensor that only the other has becomes this one's."""

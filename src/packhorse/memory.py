@@ -332,9 +332,11 @@ class Heap:
         Of what lies idle, so much is `reusable` for what comes next. While something is `computing`, what it uses looks idle
         too, so what is left then is no measure for the next time.
         """
+        if self._trim is None or self.ceiling is None:
+            return
         resident = resident_bytes()
         idle = resident - self.ledger.total("host") - self._floor
-        if self._trim is None or self.ceiling is None or idle <= WORTHWHILE:
+        if idle <= WORTHWHILE:
             return
         if needed is None and self.keeps:
             needed = 0

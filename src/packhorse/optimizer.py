@@ -25,6 +25,7 @@ Group = dict[str, Any]
 
 TILE = 1 << 17  # elements: with gradient and states it fits the cache, which brings plain optimizers near fused speed
 FUSED_TILE = 1 << 20  # elements for those that pass over memory once anyway: fewer calls
+TOGETHER = 1 << 20  # elements of all tiles in a call, one after another
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +169,11 @@ class Stepper:
     def tile(self, name: str) -> int:
         """Elements of a parameter that are stepped at a time."""
         return FUSED_TILE if self.optimizer.param_groups[self.groups[name]].get("fused") else TILE
+
+    @property
+    def together(self) -> int:
+        """Elements of all tiles that are stepped by one call: those that pass over all of them at a time want few."""
+        return TILE if any(group.get("foreach") for group in self.optimizer.param_groups) else TOGETHER
 
     def measure(self) -> float:
         """Seconds a step takes for one element, on one core, over more memory than a cache holds."""

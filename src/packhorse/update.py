@@ -8,7 +8,7 @@ and while others wait for the disk; so a block of any size needs a chunk a threa
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -76,6 +76,7 @@ class Updater:
     def __init__(self, store: Store, stepper: Stepper, small: Small):
         self.store, self.stepper, self.small = store, stepper, small
         self.parked: dict[str, Gradient] = {}
+        self._tiles: dict[tuple[str, int], list[_Tile]] = {}  # (block, first element of a chunk) -> its tiles
         self._previous: Future[Any] | None = None  # with one version: what is updated must be published before the next
         self.num_threads = torch.get_num_threads()  # what sums are made with whose order must be plain's
 
@@ -265,61 +266,79 @@ class Updater:
     def _step_part(
         self, update: "_Update", start: int, stop: int, flats: Mapping[str, Tensor], parked: Loan | None
     ) -> None:
-        """Large tensors tile by tile, small ones several at a time."""
-        block = update.block
-        waiting: list[_Tile] = []
+        """Large tensors tile by tile, several in a call."""
+        waiting: list[tuple[_Tile, Piece]] = []
+        elements, together = 0, self.stepper.together
 
         def step() -> None:
-            self.stepper.step(update.groups, [tile.piece for tile in waiting])
-            for tile in waiting:
-                self._take_states(update, tile, start, flats)
+            self.stepper.step(update.groups, [piece for _, piece in waiting])
+            for tile, piece in waiting:
+                self._take_states(update, tile, piece, start, flats)
             waiting.clear()
 
-        for slot, a, b in _inside(block, start, stop):
-            if slot.name not in update.present:
+        for tile in self._find_tiles(update.block, start, stop, flats):
+            name = tile.slot.name
+            if name not in update.present:
                 continue
-            size = b - a if block.whole or not self.stepper.is_tileable(slot.name) else self.stepper.tile(slot.name)
-            for at in range(a, b, size):
-                end = min(at + size, b)
-                gradient = _sum(update.gradient, update.parked, parked, slot, at, end, start)
-                if update.scale is not None:
-                    gradient.mul_(update.scale)
-                waiting.append(self._make_tile(slot, at, end, start, flats, gradient))
-                if sum(tile.end - tile.at for tile in waiting) >= TILE:
-                    step()
+            waiting.append((tile, self._make_piece(update, tile, start, parked)))
+            elements += tile.end - tile.at
+            if elements >= (together if name in self.small.started else TILE):  # new states wait
+                step()
+                elements = 0
         if waiting:
             step()
 
-    def _make_tile(
-        self, slot: Slot, at: int, end: int, start: int, flats: Mapping[str, Tensor], gradient: Tensor
-    ) -> "_Tile":
-        """A tensor, or elements `at` to `end` of it, in a chunk that begins at `start`, with its states."""
-        small = self.small
-        whole = (at, end) == (slot.start, slot.stop)
-        master = _cut(flats[MASTER], slot, at, end, start)
-        state: dict[str, Any] = {}
-        if slot.name in small.started:
-            for kind in small.kinds[slot.name]:
-                if kind.large:
-                    state[kind.name] = _cut(flats[kind.name], slot, at, end, start)
-                else:
-                    state[kind.name] = small.values[kind.name][slot.name].clone()
-        else:
-            state = self.stepper.initial_state(master)
-        shaped = slot.shape_of(gradient) if whole else gradient
-        return _Tile(slot, at, end, Piece(self.stepper.groups[slot.name], master, shaped, state))
+    def _find_tiles(self, block: Block, start: int, stop: int, flats: Mapping[str, Tensor]) -> "list[_Tile]":
+        """Of a chunk; made once where it always lies in the same memory."""
+        key = block.name, start
+        if key in self._tiles:
+            return self._tiles[key]
+        tiles = [tile for part in _inside(block, start, stop) for tile in self._cut_tiles(block, *part, start, flats)]
+        if self.store.stays and all(tile.slot.name in self.small.started for tile in tiles):
+            self._tiles[key] = tiles
+        return tiles
 
-    def _take_states(self, update: "_Update", tile: "_Tile", start: int, flats: Mapping[str, Tensor]) -> None:
+    def _cut_tiles(
+        self, block: Block, slot: Slot, a: int, b: int, start: int, flats: Mapping[str, Tensor]
+    ) -> "Iterator[_Tile]":
+        """Elements `a` to `b` of a tensor, in a chunk that begins at `start`."""
+        small = self.small
+        if slot.name not in small.kinds:
+            return  # none of the optimizer's
+        size = b - a if block.whole or not self.stepper.is_tileable(slot.name) else self.stepper.tile(slot.name)
+        large = [kind.name for kind in small.kinds[slot.name] if kind.large and slot.name in small.started]
+        for at in range(a, b, size):
+            end = min(at + size, b)
+            states = {kind: _cut(flats[kind], slot, at, end, start) for kind in large}
+            yield _Tile(slot, at, end, _cut(flats[MASTER], slot, at, end, start), states)
+
+    def _make_piece(self, update: "_Update", tile: "_Tile", start: int, parked: Loan | None) -> Piece:
+        """A tile with its gradient and all its states."""
+        slot, small = tile.slot, self.small
+        gradient = _sum(update.gradient, update.parked, parked, slot, tile.at, tile.end, start)
+        if update.scale is not None:
+            gradient.mul_(update.scale)
+        if slot.name in small.started:
+            state: dict[str, Any] = {
+                kind.name: tile.states[kind.name] if kind.large else small.values[kind.name][slot.name].clone()
+                for kind in small.kinds[slot.name]
+            }
+        else:
+            state = self.stepper.initial_state(tile.master)
+        shaped = slot.shape_of(gradient) if tile.is_whole else gradient
+        return Piece(self.stepper.groups[slot.name], tile.master, shaped, state)
+
+    def _take_states(
+        self, update: "_Update", tile: "_Tile", piece: Piece, start: int, flats: Mapping[str, Tensor]
+    ) -> None:
         """What a step left: large states in their chunk, where they may be already, small ones by themselves."""
         slot = tile.slot
         for kind in self.small.kinds[slot.name]:
-            value = tile.piece.state[kind.name]
+            value = piece.state[kind.name]
             if not kind.large:
                 update.advanced[slot.name, kind.name] = share_scalar(value)
-                continue
-            stored = _cut(flats[kind.name], slot, tile.at, tile.end, start)
-            if value.data_ptr() != stored.data_ptr():
-                stored.copy_(value)
+            elif value is not tile.states.get(kind.name):
+                _cut(flats[kind.name], slot, tile.at, tile.end, start).copy_(value)
 
 
 @dataclass
@@ -342,14 +361,19 @@ class _Update:
             gradient.let_go()
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Tile:
-    """A tensor, or elements `at` to `end` of its block, ready to be stepped."""
+    """A tensor, or elements `at` to `end` of its block, with the states that lie where they are stored."""
 
     slot: Slot
     at: int
     end: int
-    piece: Piece
+    master: Tensor
+    states: dict[str, Tensor]
+
+    @cached_property
+    def is_whole(self) -> bool:
+        return (self.at, self.end) == (self.slot.start, self.slot.stop)
 
 
 def _cut(flat: Tensor, slot: Slot, at: int, end: int, start: int) -> Tensor:

@@ -18,6 +18,8 @@ from packhorse.store.store import Link, Store, done, sleep_until
 class RamStore(Store):
     """`bytes_per_second` slows it down, as if it were behind a link of that rate."""
 
+    stays = True
+
     def __init__(self, *, bytes_per_second: float | None = None):
         self.link = Link(bytes_per_second)
         self._memory: dict[tuple[str, str], Tensor] = {}

@@ -60,6 +60,7 @@ class Store(ABC):
     """Blocks by name. A kind may have several versions: then a write never touches the one that reads see."""
 
     on_disk = False
+    stays = False  # loans of the same elements are always the same memory
     versions = 1  # of every block
     rolls = False  # one version and a spare: a step that has updated something can only be finished
     is_laid_out_anew = False  # opened with other blocks than it had
