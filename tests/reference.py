@@ -175,10 +175,11 @@ def train_plain(
     seed: int = 0,
     keyed: bool = False,
     precision: str = "fp32",
+    replicas: int = 1,
 ) -> Run:
     """The plain loop: microbatches in order, gradients summed by autograd, one optimizer step a batch.
 
-    `keyed` sets the generator by key before every random operation. With a precision, a second model in that precision runs
+    With `replicas` each of so many sums those of its share of the microbatches, and then their sums are added. `keyed` sets the generator by key before every random operation. With a precision, a second model in that precision runs
     and its gradients are summed in fp32 in the first: exactly the casts that `list_casts` names.
     """
     model = copy.deepcopy(model).train()
@@ -193,7 +194,7 @@ def train_plain(
         parts = split(batch, microbatches)
         weights = [float(weight(p)) if weight else float(torch.utils._pytree.tree_leaves(p)[0].shape[0]) for p in parts]
         _refresh(working, model)
-        total = None
+        total, sums = None, []
         for k, part in enumerate(parts):
             part = _cast_inputs(part, precision)
 
@@ -207,6 +208,12 @@ def train_plain(
                 (product * scale).backward()
             total = product.detach() if total is None else total + product.detach()
             _collect(working, model)
+            if replicas > 1 and (k + 1) % (microbatches // replicas) == 0:
+                sums.append([p.grad for p in model.parameters()])
+                optimizer.zero_grad()
+        for own in sums:
+            for parameter, gradient in zip(model.parameters(), own, strict=True):
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         losses.append(float(total))
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         if scale != 1.0 and not all(g.isfinite().all() for g in gradients):

@@ -26,6 +26,10 @@ PROBE = 2 << 20  # bytes, to see how fast ranks talk
 PINGS = 5
 PATIENCE = "PACKHORSE_PATIENCE"  # in the environment: seconds that a rank waits for another
 
+# torch 2.13 renames them, and warns of the old names, which are all that 2.9 has
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Work:
     """Something under way between ranks, once `begin` has begun it. `what` says it, should it fail."""
@@ -154,13 +158,13 @@ class World:
     def sum_parts(self, part: Tensor, whole: Tensor) -> Work:
         """This replica's part of the sum over all; parts are equal. All must ask in the same order."""
         self._count_ring(whole)
-        begin = partial(dist.reduce_scatter_tensor, part, whole, group=self._sums, async_op=True)
+        begin = partial(_reduce_scatter, part, whole, group=self._sums, async_op=True)
         return Work(begin, f"rank {self.rank}: a sum of gradients", part, whole)
 
     def gather_parts(self, whole: Tensor, part: Tensor) -> Work:
         """All replicas' parts, one behind another. All must ask in the same order."""
         self._count_ring(whole)
-        begin = partial(dist.all_gather_into_tensor, whole, part, group=self._gathers, async_op=True)
+        begin = partial(_all_gather, whole, part, group=self._gathers, async_op=True)
         return Work(begin, f"rank {self.rank}: parts of parameters", whole, part)
 
     def _count_ring(self, whole: Tensor, rounds: int = 1) -> None:
