@@ -243,11 +243,9 @@ def grow(where: dict[str, Any], part: int | None, steps: int) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     import packhorse as ph
-    from packhorse.case import RUNTIME
     from packhorse.data import Labelled
-    from packhorse.memory import LEEWAY, release, resident_bytes
+    from packhorse.memory import release, resident_bytes
 
-    kept = RUNTIME + LEEWAY  # by malloc and kernels, in any process
     rows = 256
     x, y = torch.randn(rows, 784), torch.randint(26, (rows,))
 
@@ -278,13 +276,12 @@ def grow(where: dict[str, Any], part: int | None, steps: int) -> dict[str, Any]:
         return {"grown_mb": round((peak - base) / 1e6, 1), "parameters": sum(p.numel() for p in model.parameters())}
     train_part(make_mlp(1, "meta"), {"cuts": TWO}, 1)
     base, trainer = train_part(make_mlp(10, "meta"), where, part)
-    division = trainer.division
+    planned, whole = trainer.standings[part].planned_bytes, trainer.describe()["conventional"]["planned_bytes"]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "grown_mb": round((peak - base) / 1e6, 1),
-        "planned_mb": round((division.planned[part] + kept) / 1e6, 1),
-        "planned ratio": round((division.planned[part] + kept) / (division.planned_whole + kept), 3),
-        "planned ratio of tensors": round(division.planned[part] / division.planned_whole, 3),
+        "planned_mb": round(planned / 1e6, 1),
+        "planned ratio": round(planned / whole, 3),
         "parameters": trainer.standings[part].num_parameters,
     }
 

@@ -81,7 +81,7 @@ class Division:
     model: nn.Module
     train: Partition
     predict: Partition
-    planned: tuple[int, ...]  # bytes that training takes, of each part
+    planned: tuple[int, ...]  # bytes that training takes, of each part, beside what a process takes
     planned_whole: int  # and of the model in one piece
 
     @property

@@ -12,16 +12,19 @@ from packhorse.sil.standing import Standing
 from packhorse.units import format_bytes, format_seconds
 
 
+PROCESS = 6 << 20  # what one takes that trains, however little: records, threads
+
+
 def describe(division: Division, standings: Sequence[Standing], mode: str) -> dict[str, Any]:
     rows = max(s.rows for s in standings)
     return {
         "mode": mode,
         "parts": [{"part": i, **asdict(s), "flops": s.flops} for i, s in enumerate(standings)],
-        "planned_bytes": max(division.planned),
+        "planned_bytes": PROCESS + max(division.planned),
         "planned_ratio": max(division.planned) / division.planned_whole,
         "exchanged_bytes": sum(s.stored_bytes for s in standings),
         "conventional": {
-            "planned_bytes": division.planned_whole,
+            "planned_bytes": PROCESS + division.planned_whole,
             "flops": sum(s.flops_per_row for s in standings) * rows,
             "pipeline_bytes": sum(2 * s.crossing_bytes_per_row for s in standings) * rows,
         },

@@ -39,7 +39,7 @@ from packhorse.sil.parts import (
     join,
     mean_cross_entropy,
 )
-from packhorse.sil.report import describe, show
+from packhorse.sil.report import PROCESS, describe, show
 from packhorse.sil.rows import Rows, RowsWriter
 from packhorse.sil.source import Columns, Imitated, Loaded, Source, Stored, check_classes, take_apart
 from packhorse.sil.standing import Phase, Progress, Standing
@@ -581,7 +581,7 @@ class SegmentedTrainer:
         return Standing(
             segment.modules,
             sum(torch.Size(graph.parameters[name].shape).numel() for name in segment.parameters),
-            self.division.planned[i],
+            PROCESS + self.division.planned[i],
             3 * segment.flops / self._rows,
             crossing,
         )
