@@ -179,8 +179,9 @@ def train_plain(
 ) -> Run:
     """The plain loop: microbatches in order, gradients summed by autograd, one optimizer step a batch.
 
-    With `replicas` each of so many sums those of its share of the microbatches, and then their sums are added. `keyed` sets the generator by key before every random operation. With a precision, a second model in that precision runs
-    and its gradients are summed in fp32 in the first: exactly the casts that `list_casts` names.
+    With `replicas` each of so many sums those of its share of the microbatches, and then their sums are added. `keyed` sets
+    the generator by key before every random operation. With a precision, a second model in that precision runs and its
+    gradients are summed in fp32 in the first: exactly the casts that `list_casts` names.
     """
     model = copy.deepcopy(model).train()
     working = _working_copy(model, precision)

@@ -121,7 +121,12 @@ def open_labelled(data: str | None, task: Task, rows: int, num_classes: int, see
             raise PackhorseError(
                 f"--data {data} has no tensor {missing[0]!r}; expected x, [rows, ...], and y, [rows] of classes"
             )
-        return Labelled(files["x"].load(), files["y"].load(), rows, seed=seed)
+        x, y = files["x"].load(), files["y"].load()
+        if not len(y) or len(x) != len(y):
+            raise PackhorseError(
+                f"--data {data}: x has {len(x)} rows, y has {len(y)}; expected as many, and at least one"
+            )
+        return Labelled(x, y, rows, seed=seed)
     shape = task.example[0].shape[1:]
     generator = torch.Generator().manual_seed(0)
     centres = torch.randn(num_classes, *shape, generator=generator)

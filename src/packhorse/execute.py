@@ -224,6 +224,9 @@ class Executor:
         self.worker.close()
         if self.others is not None:
             self.others.close()
+        self.running.close()
+        self.handlers.clear()  # they hold this executor, so that it would stay until cycles are looked for
+        self.others = None
 
     def _abandon(self, task: Task) -> None:
         """After a failure: nothing of the step stays behind, but what was already updated."""

@@ -13,6 +13,11 @@ import torch
 _MASK = (1 << 64) - 1
 
 
+def fold(number: int) -> int:
+    """As a generator takes it, which refuses larger ones."""
+    return number & (_MASK >> 1)
+
+
 def random_seed(seed: int, step: int, operation: int | str, microbatch: int) -> int:
     """The seed of one random operation: its ordinal in the graph (in an opaque block: its name), counted from 0."""
     if isinstance(operation, str):

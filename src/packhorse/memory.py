@@ -171,6 +171,10 @@ def make_like(tensor: Tensor, allocate: Callable[[int], Tensor]) -> Tensor:
     return flat.as_strided(tensor.shape, tensor.stride()) if span else flat[: tensor.numel()].view(tensor.shape)
 
 
+def never() -> bool:
+    return False
+
+
 class Pool:
     """Buffers that are used again.
 
@@ -182,7 +186,7 @@ class Pool:
 
     def __init__(self, ledger: Ledger, tier: Tier = "host"):
         self.ledger, self.tier = ledger, tier
-        self.has_room: Callable[[], bool] = lambda: False
+        self.has_room: Callable[[], bool] = never
         self.mapped = self._in_use = self._most_in_use = self._idle = 0
         self._takes: Counter[str] = Counter()
         self._waiting: list[tuple[str, int, Tensor]] = []  # what for, and since which take of that kind

@@ -4,6 +4,7 @@ In: an optimizer, a schedule, a loader's position, and a store that may hold a r
 tells; the store made and filled, or opened and read.
 """
 
+import inspect
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from packhorse.errors import StoreError
+from packhorse.errors import PackhorseError, StoreError
 from packhorse.memory import Pool
 from packhorse.optimizer import Stepper
 from packhorse.precision import LossScale
@@ -26,6 +27,8 @@ from packhorse.weights import read_files, read_model
 
 logger = logging.getLogger("packhorse")
 
+BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
 
 @dataclass
 class Run:
@@ -37,6 +40,10 @@ class Run:
     scheduler: Any
     data: Any
     steps: int = 0
+
+    def __post_init__(self) -> None:
+        if self.scheduler is not None:
+            _check_scheduler(self.scheduler)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -168,3 +175,17 @@ def _go_back_to_common(world: World, store: DiskStore) -> None:
         )
     if own and own[0] != max(common):
         store.go_back()
+
+
+def _check_scheduler(scheduler: Any) -> None:
+    step = getattr(scheduler, "step", None)
+    if not callable(step):
+        raise PackhorseError(f"scheduler is a {type(scheduler).__name__}, expected an LR scheduler, which has step()")
+    needed = [
+        p.name for p in inspect.signature(step).parameters.values() if p.default is p.empty and p.kind in BY_PLACE
+    ]
+    if needed:
+        raise PackhorseError(
+            f"{type(scheduler).__name__}.step() wants {', '.join(needed)}, which the trainer has not; leave scheduler away "
+            "and step it yourself, after trainer.step()"
+        )

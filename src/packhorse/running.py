@@ -5,7 +5,7 @@ What a segment leaves there is of use to a twin, and to no other.
 
 from collections.abc import Callable
 
-from packhorse.memory import IDLE, Heap, Pool
+from packhorse.memory import IDLE, Heap, Pool, never
 from packhorse.partition import Segment
 
 
@@ -18,6 +18,12 @@ class Running:
         self._needed: int | None = None
         if pool is not None:
             pool.has_room = self.has_room
+
+    def close(self) -> None:
+        """Nothing runs any more."""
+        if self.pool is not None:
+            self.pool.has_room = never
+        self.segment = self.pool = None
 
     def turn_to(self, segment: Segment, share: float, building: bool) -> None:
         """Compute goes to a segment, for `share` of the example's rows, `building` a graph or not."""

@@ -259,14 +259,22 @@ class Graph:
         return sum(numel(p.shape) for p in self.parameters.values())
 
     def inputs(self, batch: Any) -> dict[str, Tensor]:
-        """The batch's tensors by the names of the graph's input values, after checking structure and guards."""
-        tensors = self.batch.flatten(batch)
-        inputs = {input_name(leaf.path): t for leaf, t in zip(self.batch.leaves, tensors, strict=True)}
-        if self.single_row and self.batch.count_rows(batch) == 1:
+        """The batch's tensors by the names of the graph's input values, after checking structure, rows and guards."""
+        inputs = self.read(batch)
+        self.check_rows(self.batch.count_rows(batch))
+        return inputs
+
+    def check_rows(self, rows: int) -> None:
+        if self.single_row and rows == 1:
             raise BatchError(
                 f"the batch has one row, for which {self.name} takes another path than captured ({self.single_row}); use "
                 "microbatches of at least 2 rows"
             )
+
+    def read(self, batch: Any) -> dict[str, Tensor]:
+        """The same for a batch of rows that need not be run by themselves."""
+        tensors = self.batch.flatten(batch)
+        inputs = {input_name(leaf.path): t for leaf, t in zip(self.batch.leaves, tensors, strict=True)}
         for guard in self.guards:
             if not guard.holds(inputs[input_name(guard.input)]):
                 raise BatchError(

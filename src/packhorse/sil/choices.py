@@ -1,6 +1,7 @@
 """What a user asked of training apart, checked before anything is made."""
 
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ from packhorse.errors import BatchError, PackhorseError
 
 
 def check_choices(
-    mode: str, parts: int | None, cuts: Sequence[str], num_classes: int, refine: int, noise: float
+    mode: str, parts: int | None, cuts: Sequence[str], num_classes: int, refine: int, noise: float, seed: int
 ) -> None:
     if mode not in ("sequential", "parallel"):
         raise PackhorseError(f"mode is {mode!r}, expected one of sequential, parallel")
@@ -22,15 +23,30 @@ def check_choices(
         raise PackhorseError(f"refine is {refine!r}, expected a number of epochs, or 0 for none")
     if not _is_number(noise) or noise < 0:
         raise PackhorseError(f"noise is {noise!r}, expected a number of standard deviations, or 0 for none")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise PackhorseError(f"seed is {seed!r}, expected a whole number")
+
+
+def check_callable(name: str, given: Any, what: str) -> None:
+    if given is not None and not callable(given):
+        raise PackhorseError(f"{name} is {given!r}, expected a function, {what}, or None")
 
 
 def check_counts(given: Any, num_parts: int, name: str) -> list[int]:
     """One for each part, each at least 1."""
-    found = one_each(given, num_parts, name)
-    for i, count in enumerate(found):
-        if not _is_count(count, 1):
-            raise PackhorseError(f"{name} is {count!r} for part {i}, expected a whole number of at least 1")
-    return found
+    return [_check_count(count, i, name) for i, count in enumerate(one_each(given, num_parts, name))]
+
+
+def check_batch_sizes(given: Any, num_parts: int) -> list[int | None]:
+    """None: as the loader's."""
+    found = one_each(given, num_parts, "batch_sizes")
+    return [None if size is None else _check_count(size, i, "batch_sizes") for i, size in enumerate(found)]
+
+
+def _check_count(count: Any, part: int, name: str) -> int:
+    if not _is_count(count, 1):
+        raise PackhorseError(f"{name} is {count!r} for part {part}, expected a whole number of at least 1")
+    return operator.index(count)
 
 
 def check_rates(given: Any, num_parts: int) -> list[float | None]:
@@ -66,7 +82,8 @@ def check_loader(loader: Any, *, once: bool = False) -> None:
 
 
 def _is_count(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    """Whole numbers of other libraries, too."""
+    return hasattr(type(value), "__index__") and not isinstance(value, bool) and operator.index(value) >= least
 
 
 def _is_number(value: Any) -> bool:

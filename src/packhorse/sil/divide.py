@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from packhorse.errors import PartitionError
+from packhorse.batch import BatchSpec
+from packhorse.errors import BatchError, PartitionError
 from packhorse.graph import Graph, Size, capture
 from packhorse.graph.graph import Value
 from packhorse.memory import LARGEST
@@ -61,6 +62,7 @@ def divide(
     precision: Precision = "fp32",
 ) -> Division:
     """Captures the model and cuts it: after the modules named, or into `parts` that take as equal memory as can be."""
+    _refuse_without_rows(join(x, y))
     graph = capture(model, join(x, y), ByLabel(loss), precision=precision)
     predicting = capture(model, strip(x), mode="predict", precision=precision)
     places = {p.index: p for p in find_places(graph)}
@@ -86,6 +88,16 @@ def divide(
     return Division(model, train, _cut_alike(predicting, train), planned, whole)
 
 
+def _refuse_without_rows(batch: Any) -> None:
+    spec = BatchSpec.of(batch)
+    for leaf in spec.leaves:
+        if not leaf.batched:
+            raise BatchError(
+                f"batch value {leaf.path} is {leaf.describe()} beside {spec.rows} rows; parts hand on row by row, "
+                "so all must have rows: make it a buffer of the model, or repeat it for each row"
+            )
+
+
 def _with_kept(nbytes: int) -> int:
     """Tensors, and what malloc keeps of those that are freed: of the smaller ones as much as half of all, up to a bound."""
     return nbytes + min(nbytes // 2, LARGEST) + int(SETTLED * nbytes)
@@ -106,7 +118,9 @@ def _why_not(graph: Graph, place: Place) -> str:
             f"{len(learned)} values that training changes cross there ({names}), and labels are for one; cut where no skip "
             "connection is open"
         )
-    if not learned or not (_is_float(learned[0]) and learned[0].type.differentiable):
+    if learned and _is_float(learned[0]) and not learned[0].type.differentiable:
+        return "nothing before it is trained: its parameters are frozen, or what they make is detached"
+    if not learned or not _is_float(learned[0]):
         live = [graph.values[i] for i in find_live(graph, place.index)]
         if not learned and any(map(_is_float, live)):
             return "no parameter has a part in what crosses there, so that there is nothing to train before it"

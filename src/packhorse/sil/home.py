@@ -4,6 +4,7 @@ In: a directory, or none, and what the run is. Out: `Home`: a header that says w
 part, one for each time the joined model was trained end to end, and for how long.
 
     sil.json                what the run is
+    lock                    who trains it
     recovered.json          for how many epochs it was trained end to end, each time
     recovery0/model         what that made of it; store: while it lasts
     part0/standing.json     how far the part is
@@ -13,15 +14,19 @@ part, one for each time the joined model was trained end to end, and for how lon
 
 import shutil
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from packhorse.errors import PackhorseError, StoreError
 from packhorse.ranks.world import World
-from packhorse.store.files import FileSystem, replace_small, seal, unseal
+from packhorse.store.files import FileSystem, Lock, replace_small, seal, unseal
 
-HEADER, RECOVERED = "sil.json", "recovered.json"
+HEADER, RECOVERED, LOCK = "sil.json", "recovered.json", "lock"
+TRIES = 20  # to take the lock, a tenth of a second apart
+SCRATCH = "scratch-"  # what directories that only one call needs begin with
 
 
 class Home:
@@ -41,6 +46,8 @@ class Home:
             self._temporary = tempfile.TemporaryDirectory(prefix="packhorse-")
             directory = self._temporary.name
         self.path = Path(directory)
+        self._lock = Lock(self.path / LOCK)
+        self.is_closed = False
 
     def place(self, i: int) -> Path:
         """Of a part."""
@@ -75,11 +82,29 @@ class Home:
 
     def _open(self, header: Mapping[str, Any], resume: bool) -> bool:
         path = self.path / HEADER
-        if not path.exists():
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreError(f"{self.path} cannot be made: {error.strerror}; choose another directory") from error
+        self._take_lock()
+        try:
+            return self._read_header(path, header, resume)
+        except StoreError:
+            self._lock.drop()
+            raise
+
+    def _take_lock(self) -> None:
+        """Processes that trained parts at once hold it too, and end a moment after the one that started them."""
+        for _ in range(TRIES):
             try:
-                self.path.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise StoreError(f"{self.path} cannot be made: {error.strerror}; choose another directory") from error
+                self._lock.take()
+                return
+            except StoreError:
+                time.sleep(0.1)
+        self._lock.take()
+
+    def _read_header(self, path: Path, header: Mapping[str, Any], resume: bool) -> bool:
+        if not path.exists():
             replace_small(FileSystem(), path, seal(header), sync=True)
             return False
         if not resume:
@@ -91,7 +116,17 @@ class Home:
                     f"{self.path} holds a run with another {key}: {found.get(key)}, here {value}; choose another"
                 )
         self._read_recovered()
+        for left in self.path.glob(f"{SCRATCH}*"):  # by a process that died
+            remove(left)
         return True
+
+    @contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """A directory for a while."""
+        if self.is_closed:
+            raise PackhorseError("this trainer is closed; make another one, with resume=True if it has a store")
+        with tempfile.TemporaryDirectory(dir=self.path, prefix=SCRATCH) as directory:
+            yield Path(directory)
 
     def _read_recovered(self) -> None:
         if (self.path / RECOVERED).exists():
@@ -109,6 +144,8 @@ class Home:
             self._world.gather_objects(None)
 
     def close(self) -> None:
+        self.is_closed = True
+        self._lock.drop()
         if self._temporary is not None:
             self._temporary.cleanup()
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from packhorse.errors import PackhorseError
+from packhorse.keys import fold
 from packhorse.sil.hadamard import make_codes
 
 Positions = Literal["pooled", "each"]
@@ -40,7 +41,7 @@ class Site:
     @property
     def generator(self) -> torch.Generator:
         """The same for all who know the seed."""
-        return torch.Generator().manual_seed(self.seed * 1_000_003 + self.index)
+        return torch.Generator().manual_seed(fold(self.seed * 1_000_003 + self.index))
 
 
 class Labels(Protocol):
@@ -232,6 +233,43 @@ class Readout:
         return _Directions(codes, reading, self.noise, self.strength, self.smoothing)
 
 
+def check_labels(labels: Labels, site: Site, dtype: torch.dtype, *, imitates: bool) -> None:
+    """Tries labels on two rows, before anything is trained on them; `imitates`, if made-up outputs will be asked for."""
+    classes, where = torch.tensor([0, site.num_classes - 1]), f"the labels at cut {site.index}"
+    output = torch.randn(2, *site.shape, generator=site.generator).to(dtype).requires_grad_()
+
+    def ask(what: str, *given: Any) -> Any:
+        method = getattr(labels, what, None)
+        if not callable(method):
+            raise PackhorseError(f"{where} are a {type(labels).__name__} without {what}(); see Labels in sil/labels.py")
+        try:
+            return method(*given)
+        except Exception as error:
+            raise PackhorseError(
+                f"{what}() of {where} failed for an output {list(output.shape)}: {type(error).__name__}: {error}"
+            ) from error
+
+    def expect(what: str, found: Any, shape: tuple[int, ...]) -> None:
+        if not isinstance(found, Tensor) or not found.is_floating_point() or tuple(found.shape) != shape:
+            is_tensor = isinstance(found, Tensor)
+            kind = (
+                f"{str(found.dtype).removeprefix('torch.')}{list(found.shape)}" if is_tensor else type(found).__name__
+            )
+            raise PackhorseError(
+                f"{what}() of {where} gives {kind} for an output {list(output.shape)}, expected a floating-point tensor "
+                f"{list(shape)}"
+            )
+
+    with torch.enable_grad():
+        loss = ask("loss", output, classes)
+    expect("loss", loss, ())
+    if not loss.requires_grad:
+        raise PackhorseError(f"loss() of {where} does not depend on the output, so that nothing can be learned from it")
+    expect("scores", ask("scores", output.detach()), (2, site.num_classes))
+    if imitates:
+        expect("imitate", ask("imitate", classes, site.generator), tuple(output.shape))
+
+
 SCHEMES: dict[str, Callable[[], Scheme]] = {"uniform": Uniform, "hadamard": Hadamard, "readout": Readout}
 
 
@@ -258,5 +296,9 @@ def name_scheme(scheme: Scheme) -> str:
     kind = type(scheme)
     if kind.__repr__ is not object.__repr__:
         return re.sub(r" at 0x[0-9a-f]+", "", repr(scheme))  # functions have an address there
-    plain = {n: v for n, v in sorted(vars(scheme).items()) if isinstance(v, (bool, int, float, str, tuple))}
+    plain = {
+        n: v
+        for n, v in sorted(getattr(scheme, "__dict__", {}).items())
+        if isinstance(v, (bool, int, float, str, tuple))
+    }
     return f"{kind.__qualname__}({', '.join(f'{name}={value!r}' for name, value in plain.items())})"

@@ -134,8 +134,9 @@ class Division:
         return shape[1]
 
     def read_batch(self, x: Any, y: Tensor) -> dict[str, Tensor]:
-        """The batch's tensors by name."""
-        return self.train.graph.inputs(join(x, y))
+        """The batch's tensors by name. Whether a single row will do is for the part to say that trains on it."""
+        self.predict.graph.check_rows(len(y))
+        return self.train.graph.read(join(x, y))
 
 
 class _Holder(nn.Module):

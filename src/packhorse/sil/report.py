@@ -11,7 +11,6 @@ from packhorse.sil.parts import Division
 from packhorse.sil.standing import Standing
 from packhorse.units import format_bytes, format_seconds
 
-
 PROCESS = 6 << 20  # what one takes that trains, however little: records, threads
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from packhorse.errors import BatchError
-from packhorse.keys import random_seed
+from packhorse.keys import fold, random_seed
 from packhorse.sil.labels import Labels
 from packhorse.sil.parts import Crossing, Division
 from packhorse.sil.rows import Rows, cut_rows
@@ -35,8 +35,8 @@ class Source(Protocol):
 class Loaded:
     """Batches `(x, y)` of a loader, as they come, or joined and split to `size` rows.
 
-    What the loader draws from torch's generator, such as the order of a shuffling DataLoader, follows from the seed and the
-    epoch, so that a run that died sees the same again; a sampler's or loader's own `set_epoch` is called.
+    What the loader draws from torch's generator, or from one of its own, such as the order of a shuffling DataLoader, follows
+    from the seed and the epoch, so that a run that died sees the same again; a sampler's or loader's own `set_epoch` is called.
     """
 
     def __init__(
@@ -55,11 +55,14 @@ class Loaded:
 
     def pairs(self, epoch: int) -> Iterator[tuple[Any, Tensor]]:
         """As the loader has them, checked."""
-        for holder in (self.loader, getattr(self.loader, "sampler", None)):
-            set_epoch = getattr(holder, "set_epoch", None)
+        seed = random_seed(self.seed, epoch, "loader", 0)
+        for holder in (self.loader, *(getattr(self.loader, name, None) for name in ("sampler", "batch_sampler"))):
+            set_epoch, generator = getattr(holder, "set_epoch", None), getattr(holder, "generator", None)
             if set_epoch is not None:
                 set_epoch(epoch)
-        for batch in _draw_by_seed(self.loader, random_seed(self.seed, epoch, "loader", 0)):
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(fold(seed))
+        for batch in _draw_by_seed(self.loader, seed):
             x, y = take_apart(batch)
             check_classes(y, self.num_classes)
             yield x, y
@@ -94,7 +97,7 @@ class Stored:
         self.learned, self.noise = learned, noise
 
     def batches(self, epoch: int) -> Iterator[Columns]:
-        order, shaken = (torch.Generator().manual_seed(self.seed * 1_000_003 + 2 * epoch + i) for i in (0, 1))
+        order, shaken = (torch.Generator().manual_seed(fold(self.seed * 1_000_003 + 2 * epoch + i)) for i in (0, 1))
         for columns in self.rows.batches(self.size, order):
             yield columns | {self.learned: self._shake(columns[self.learned], shaken)} if self.noise else columns
 
@@ -116,7 +119,7 @@ class Imitated:
         self.loaded, self.crossing, self.labels, self.seed = loaded, crossing, labels, seed
 
     def batches(self, epoch: int) -> Iterator[Columns]:
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        generator = torch.Generator().manual_seed(fold(self.seed * 1_000_003 + epoch))
         for columns in self.loaded.batches(epoch):
             made_up = self.labels.imitate(columns[self.loaded.division.label], generator)
             yield columns | {self.crossing.learned: made_up.to(self.crossing.dtype)}
@@ -166,7 +169,7 @@ def _count_rows(loader: Any) -> int | None:
 
 def _draw_by_seed(loader: Iterable[Any], seed: int) -> Iterator[Any]:
     """Goes through a loader with a state of torch's generator of its own; that of the process stays as it is."""
-    state = torch.Generator().manual_seed(seed & ((1 << 63) - 1)).get_state()
+    state = torch.Generator().manual_seed(fold(seed)).get_state()
     batches: Iterator[Any] | None = None
     while True:
         outside = torch.get_rng_state()

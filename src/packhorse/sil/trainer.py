@@ -5,7 +5,6 @@ on what the one before it made of the training set, kept on disk; or all at once
 later ones on made-up inputs first. One part at a time needs memory. Each is trained by `ph.Trainer`, by relay if need be.
 """
 
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,16 +18,24 @@ from torch import Tensor, nn
 from packhorse.checkpoint import Entry, write_checkpoint
 from packhorse.errors import BatchError, BudgetError, PackhorseError, StoreError
 from packhorse.graph import Size
+from packhorse.keys import fold
 from packhorse.memory import Memory, PeakWatch
 from packhorse.optimizer import Stepper
 from packhorse.plan import Strategy, find_fingerprint
 from packhorse.precision import Precision
 from packhorse.ranks.world import alone, find_world
 from packhorse.sil.apart import Tell, await_part, is_mine, run_apart
-from packhorse.sil.choices import check_choices, check_counts, check_loader, check_rates
+from packhorse.sil.choices import (
+    check_batch_sizes,
+    check_callable,
+    check_choices,
+    check_counts,
+    check_loader,
+    check_rates,
+)
 from packhorse.sil.divide import divide
 from packhorse.sil.home import Home, remove
-from packhorse.sil.labels import Labels, Scheme, Site, find_scheme, name_scheme, wants_activated
+from packhorse.sil.labels import Labels, Scheme, Site, check_labels, find_scheme, name_scheme, wants_activated
 from packhorse.sil.parts import (
     LABEL,
     ByLabel,
@@ -87,7 +94,11 @@ class SegmentedTrainer:
         of their standard deviations the inputs of later parts are shaken while they train; they never change again, as they
         would in training end to end, and a part that sees the very same ones every epoch learns them by heart.
         """
-        check_choices(mode, parts, cuts, num_classes, refine, noise)
+        check_choices(mode, parts, cuts, num_classes, refine, noise, seed)
+        check_callable("loss", loss, "of (output, classes)")
+        check_callable("scheduler", scheduler, "of (optimizer, steps), that makes one")
+        check_callable("progress", progress, "told of every step")
+        num_classes = int(num_classes)
         x, y = take_apart(example)
         check_classes(y, num_classes)
         self.model, self.optimizer, self.example = model, optimizer, (x, y)
@@ -122,12 +133,12 @@ class SegmentedTrainer:
                 "one for each class"
             )
         self.rates = check_rates(rates, self.num_parts)
-        self.batch_sizes: list[int | None] = [None] * self.num_parts
-        if batch_sizes is not None:
-            self.batch_sizes = [*check_counts(batch_sizes, self.num_parts, "batch_sizes")]
+        self.batch_sizes = check_batch_sizes(batch_sizes, self.num_parts)
         crossings = self.division.crossings
         sites = [Site(i, c.shape, num_classes, seed, c.is_map) for i, c in enumerate(crossings)]
         self.labels: list[Labels] = [scheme(site) for site in sites]
+        for made, site, crossing in zip(self.labels, sites, crossings, strict=True):
+            check_labels(made, site, crossing.dtype, imitates=mode == "parallel")
         self.standings = [self._describe(i) for i in range(self.num_parts)]
         for i, segment in enumerate(self.division.train.segments):
             if not any(name in self._stepper.groups for name in segment.parameters):
@@ -185,13 +196,14 @@ class SegmentedTrainer:
 
     def _finish(self, i: int, loader: Batches, epochs: int) -> None:
         """Of a fit, what has to wait for the part before: training on what it made; then handing on."""
+        left = [(0, epochs)] if not self._is_parallel else [(1, self.refine)] if self._num_phases(i) > 1 else []
+        left = [phase for phase in left if not self._is_trained(i, *phase)]
+        if not left and self._is_done(i):
+            return  # what it was made of may be gone
         with self._source(i, loader) as source:
-            if not self._is_parallel:
-                self._train(i, 0, source, epochs, self._tell)
-            elif self._num_phases(i) > 1:
-                self._train(i, 1, source, self.refine, self._tell)
-            if not self._is_done(i):
-                self._hand_on(i, source)
+            for phase in left:
+                self._train(i, *phase, source, self._tell)
+            self._hand_on(i, source)
 
     def _num_phases(self, i: int) -> int:
         """Of a part, in a fit: parts behind the first that train at once are refined."""
@@ -222,10 +234,7 @@ class SegmentedTrainer:
         place, weights = self._home.recovery(number), None
         if self._is_meta:
             weights = place / "joined"
-            if self._world is None or self._world.rank == 0:
-                self.save(weights)
-            if self._world is not None:
-                self._world.gather_objects(None)
+            self.save(weights)
         loaded = Loaded(self.division, loader, self.num_classes, seed=self._seed(self.num_parts))
         with ExitStack() as stack:
             stack.enter_context(_hyper_parameters_stay(self.optimizer))
@@ -260,10 +269,10 @@ class SegmentedTrainer:
         """The accuracy of the joined model. `standings` then tell what each part's own output, read out, gets right."""
         check_loader(loader, once=True)
         right = count = 0
-        with tempfile.TemporaryDirectory(dir=self._home.path, prefix="evaluation-") as scratch, ExitStack() as opened:
+        with self._home.scratch() as scratch, ExitStack() as opened:
             source: Source = Loaded(self.division, loader, self.num_classes)
             for i in range(self.num_parts):
-                rows = Path(scratch) / str(i)
+                rows = scratch / str(i)
                 right, count = self._evaluate(i, source, None if i == self.num_parts - 1 else rows)
                 if not count:
                     raise BatchError("the loader has no batch to evaluate")
@@ -287,7 +296,21 @@ class SegmentedTrainer:
         return right, count
 
     def save(self, directory: str | Path) -> list[Path]:
-        """Writes the joined model as safetensors under its own names."""
+        """Writes the joined model as safetensors under its own names. Of several ranks all have to call it; one writes."""
+        if self._world is None:
+            return self._write(directory)
+        found: list[Path] | PackhorseError = []
+        if self._world.rank == 0:
+            try:
+                found = self._write(directory)
+            except PackhorseError as error:
+                found = error
+        found = self._world.share(found, 0)
+        if isinstance(found, PackhorseError):
+            raise found
+        return found
+
+    def _write(self, directory: str | Path) -> list[Path]:
         graph = self.division.train.graph
         stored = [*graph.parameters.values(), *(b for b in graph.buffers.values() if b.persistent)]
         values = self._read_values()
@@ -325,18 +348,27 @@ class SegmentedTrainer:
         source: Source = loaded
         if i:
             source = Imitated(loaded, self.division.crossings[i - 1], self.labels[i - 1], self._seed(i))
-        self._train(i, 0, source, counts[i], tell)
+        if not self._is_trained(i, 0, counts[i]):
+            self._train(i, 0, counts[i], source, tell)
 
-    def _train(self, i: int, phase: int, source: Source, epochs: int, tell: Tell) -> None:
-        """One phase of this fit, unless it is done."""
-        standing, number = self.standings[i], self._fits * self._num_phases(i) + phase
-        if number < standing.phases:
-            if standing.epochs[number] != epochs:
-                raise StoreError(
-                    f"part {i} was trained for {standing.epochs[number]} epochs, but {epochs} are asked; give as many for it "
-                    "as it had, or choose another store"
-                )
-            return
+    def _number(self, i: int, phase: int) -> int:
+        """Of a phase of this fit, among all that the part is trained in."""
+        return self._fits * self._num_phases(i) + phase
+
+    def _is_trained(self, i: int, phase: int, epochs: int) -> bool:
+        standing, number = self.standings[i], self._number(i, phase)
+        if number >= standing.phases:
+            return False
+        if standing.epochs[number] != epochs:
+            raise StoreError(
+                f"part {i} was trained for {standing.epochs[number]} epochs, but {epochs} are asked; give as many for it "
+                "as it had, or choose another store"
+            )
+        return True
+
+    def _train(self, i: int, phase: int, epochs: int, source: Source, tell: Tell) -> None:
+        """One phase of this fit."""
+        standing, number = self.standings[i], self._number(i, phase)
         watch, started = PeakWatch(), time.perf_counter()
         part = self._make_part(i)
         optimizer = self._make_optimizer(i, part)
@@ -421,7 +453,7 @@ class SegmentedTrainer:
         return self.division.train.graph.batch.rows
 
     def _seed(self, i: int) -> int:
-        return self.seed * 1009 + i
+        return fold(self.seed * 1009 + i)
 
     def _make_part(self, i: int) -> Part:
         """The part with its values: the model's own, or, of a model without any, those in files, or first ones."""
@@ -454,7 +486,8 @@ class SegmentedTrainer:
             return None
         if count is None:
             raise PackhorseError(
-                "a scheduler needs to know how many steps there are, but the loader has no length: give it __len__"
+                "a scheduler needs to know how many steps there are, but the loader does not tell: give it __len__, and, where "
+                "batch_sizes are others than its own, batch_size and a dataset, as a DataLoader has them"
             )
         return self.scheduler(optimizer, count * epochs)
 
@@ -491,7 +524,7 @@ class SegmentedTrainer:
             plain = torch.optim.SGD(part.parameters())  # which keeps nothing beside the values
             loss = None if role.is_last else _LabelLoss(self.labels[i])
             with ExitStack() as stack:
-                scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=self._home.path, prefix="opened-")))
+                scratch = stack.enter_context(self._home.scratch())
                 stack.enter_context(alone())
                 trainer = stack.enter_context(
                     self._make_trainer(
