@@ -23,27 +23,32 @@ from packhorse.store.blocks import MASTER, Block, make_block
 # -- orders
 
 
+def make_lists(stages: Any, num_ranks: int, *given: Any, **options: Any) -> list[list[schedule.Action]]:
+    """What all ranks of a pipeline do."""
+    return [schedule.pipeline(place, stages, num_ranks, *given, **options) for place in range(num_ranks)]
+
+
 def test_one_forward_one_backward() -> None:
-    first, second, third = schedule.pipeline([[0], [1], [2]], 3, 4, range(3))
+    first, second, third = make_lists([[0], [1], [2]], 3, 4, range(3))
     assert show(first) == "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3"
     assert show(second) == "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3"
     assert show(third) == "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3"
 
 
 def test_more_under_way_where_messages_take_long() -> None:
-    first, second = schedule.pipeline([[0, 1], [2]], 2, 4, range(3), ahead=1)
+    first, second = make_lists([[0, 1], [2]], 2, 4, range(3), ahead=1)
     assert show(first) == "0F0 1F0 0F1 1F1 0F2 1F2 1B0 0B0 0F3 1F3 1B1 0B1 1B2 0B2 1B3 0B3"
     assert show(second) == "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3"
 
 
 def test_interleaved_stages_go_round() -> None:
-    first, second = schedule.pipeline([[0], [1], [2], [3]], 2, 2, range(4))
+    first, second = make_lists([[0], [1], [2], [3]], 2, 2, range(4))
     assert show(first) == "0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1"
     assert show(second) == "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"
 
 
 def test_gradients_of_parameters_fill_what_would_be_waiting() -> None:
-    first, second, third = schedule.pipeline([[0], [1], [2]], 3, 4, range(3), splits=True)
+    first, second, third = make_lists([[0], [1], [2]], 3, 4, range(3), splits=True)
     assert show(first) == "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3"  # nobody waits for its backward
     assert show(second) == "1F0 1F1 1B0 1F2 1B1 1W0 1B2 1F3 1W1 1W2 1B3 1W3"
     assert show(third) == "2F0 2B0 2F1 2B1 2F2 2B2 2W0 2W1 2F3 2B3 2W2 2W3"
@@ -54,7 +59,7 @@ def test_gradients_of_parameters_fill_what_would_be_waiting() -> None:
 def test_messages_cost_split_backwards_their_first_way_only(ranks: int, microbatches: int, lag: int) -> None:
     """Forwards take 2, messages `lag`: what is not hidden is that of the first microbatch, from the first rank to the last."""
     ways = [
-        schedule.pipeline([[i] for i in range(ranks)], ranks, microbatches, range(ranks), ahead, splits=True)
+        make_lists([[i] for i in range(ranks)], ranks, microbatches, range(ranks), ahead, splits=True)
         for ahead in range(4)
     ]
     best = min(play(lists, {"F": 2, "B": 2, "W": 2}, lag) for lists in ways)
@@ -64,8 +69,8 @@ def test_messages_cost_split_backwards_their_first_way_only(ranks: int, microbat
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (3, 6), (4, 8), (8, 16)])
 def test_split_backwards_leave_less_than_two_thirds_of_the_idle_time(ranks: int, microbatches: int) -> None:
     stages = [[i] for i in range(ranks)]
-    whole = schedule.pipeline(stages, ranks, microbatches, range(ranks))
-    split = schedule.pipeline(stages, ranks, microbatches, range(ranks), splits=True)
+    whole = make_lists(stages, ranks, microbatches, range(ranks))
+    split = make_lists(stages, ranks, microbatches, range(ranks), splits=True)
     busy = 3 * microbatches
     assert play(split, {"F": 1, "B": 1, "W": 1}) - busy <= 2 / 3 * (play(whole, {"F": 1, "B": 2, "W": 0}) - busy)
 
@@ -91,13 +96,13 @@ def _awaited(action: Action, num_segments: int) -> set[Action]:
 
 
 def test_groups_go_layer_to_layer_through_a_stage() -> None:
-    first, second = schedule.pipeline([[0, 1], [2]], 2, 4, range(3), group=2)
+    first, second = make_lists([[0, 1], [2]], 2, 4, range(3), group=2)
     assert show(first) == "0F0 0F1 1F0 1F1 0F2 0F3 1F2 1F3 1B0 1B1 0B0 0B1 1B2 1B3 0B2 0B3"
     assert show(second) == "2F0 2F1 2B0 2B1 2F2 2F3 2B2 2B3"
 
 
 def test_what_is_frozen_has_no_backward() -> None:
-    first, second = schedule.pipeline([[0], [1]], 2, 3, [1])
+    first, second = make_lists([[0], [1]], 2, 3, [1])
     assert show(first) == "0F0 0F1 0F2"
     assert show(second) == "1F0 1B0 1F1 1B1 1F2 1B2"
 
@@ -120,7 +125,7 @@ def test_any_pipeline_runs_to_its_end(
     stages = [[width * c + i for i in range(width)] for c in range(num_stages)]
     first = data.draw(st.integers(0, width * num_stages - 1))
     backward = range(first, width * num_stages)
-    lists = schedule.pipeline(stages, ranks, microbatches, backward, ahead, splits=splits)
+    lists = make_lists(stages, ranks, microbatches, backward, ahead, splits=splits)
     done: set[Action] = set()
     waiting = [list(actions) for actions in lists]
     while any(waiting):

@@ -103,7 +103,8 @@ class Plan:
         """
         if self.strategy == "pipeline":
             assert links is not None
-            lists = schedule.pipeline(
+            actions = schedule.pipeline(
+                links.place,
                 links.stages,
                 self.ranks.pipeline,
                 num_microbatches,
@@ -112,7 +113,6 @@ class Plan:
                 splits=self.ranks.order == "zero-bubble",
                 group=self.ranks.group or 1,
             )
-            actions = lists[links.place]
         else:
             generate = schedule.resident if self.is_resident else schedule.relay
             actions = generate(self.num_segments, num_microbatches, self.backward)

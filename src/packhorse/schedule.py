@@ -163,6 +163,7 @@ class Turn(NamedTuple):
 
 
 def pipeline(
+    place: int,
     stages: Sequence[Sequence[int]],
     num_ranks: int,
     num_microbatches: int,
@@ -171,8 +172,8 @@ def pipeline(
     *,
     splits: bool = False,
     group: int = 1,
-) -> list[list[Action]]:
-    """For every rank the order in which it runs its stages, of which each `num_ranks`-th is its own.
+) -> list[Action]:
+    """The order in which the rank at a place runs its stages, of which each `num_ranks`-th is its own.
 
     One forward, one backward: a rank runs a backward as soon as it can, and otherwise a forward, but has no more
     microbatches under way than it takes to keep all ranks busy, and `ahead` more for each rank behind it, which hide the
@@ -189,15 +190,12 @@ def pipeline(
         ("BW" if splits and c != first else "B") if segments else "" for c, segments in enumerate(differentiable)
     ]
     rounds = -(-num_microbatches // group)
-    lists: list[list[Action]] = []
-    for turns in _take_turns(num_ranks, tuple(backwards), rounds, ahead, first if splits else None):
-        actions: list[Action] = []
-        for turn in turns:
-            segments = stages[turn.stage] if turn.kind == "F" else differentiable[turn.stage][::-1]
-            members = range(turn.microbatch * group, min((turn.microbatch + 1) * group, num_microbatches))
-            actions += [Action(turn.kind, s, k) for s in segments for k in members]
-        lists.append(actions)
-    return lists
+    actions: list[Action] = []
+    for turn in _take_turns(num_ranks, tuple(backwards), rounds, ahead, first if splits else None)[place]:
+        segments = stages[turn.stage] if turn.kind == "F" else differentiable[turn.stage][::-1]
+        members = range(turn.microbatch * group, min((turn.microbatch + 1) * group, num_microbatches))
+        actions += [Action(turn.kind, s, k) for s in segments for k in members]
+    return actions
 
 
 @lru_cache(maxsize=32)  # every rank asks for its own
