@@ -1,5 +1,6 @@
 """Several ranks, planned without any: how they share the work, what they wait for, what goes between them."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -101,6 +102,13 @@ def test_what_fits_no_rank_whole_is_cut_into_stages_or_parts(gpt: ph.Graph) -> N
 def test_more_under_way_hides_the_time_of_messages(gpt: ph.Graph) -> None:
     near, far = (plan(gpt, ph.Ranks(pipeline=2), rate, microbatches=8).ranks for rate in ("100Gbit", "20Mbit"))
     assert near.ahead is not None and far.ahead is not None and far.ahead > 0 and near.ahead <= far.ahead
+
+
+@pytest.mark.parametrize("ranks", [ph.Ranks(data=2, pipeline=4), ph.Ranks(pipeline=4)], ids=["replicas", "stages"])
+@pytest.mark.parametrize("order", ["1f1b", "zero-bubble"])
+def test_no_step_is_shorter_than_what_a_rank_computes(ranks: ph.Ranks, order: Any) -> None:
+    found = plan(capture_gpt(rows=64), replace(ranks, order=order), microbatches=64)
+    assert found.estimate.seconds >= found.estimate.busy["compute"]
 
 
 def test_a_thousand_ranks_without_one() -> None:

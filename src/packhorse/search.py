@@ -365,7 +365,10 @@ class _Search:
             return replace(found[place], seconds=seconds)
         before = walk(fewer)
         further = (microbatches - more) / (more - fewer)
-        return found[place].extended(before[place], further, seconds, max(e.seconds for e in before))
+        # While a pipeline still fills, a further microbatch seems to take less than it takes the busiest rank to compute.
+        least = max(e.busy["compute"] - b.busy["compute"] for e, b in zip(found, before, strict=True))
+        added = further * max(seconds - max(e.seconds for e in before), least)
+        return found[place].extended(before[place], further, seconds + added)
 
     @cached_property
     def _cases(self) -> list[Case]:

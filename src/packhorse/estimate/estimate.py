@@ -29,15 +29,15 @@ class Estimate:
     busy: dict[str, float] = field(default_factory=dict)  # seconds each lane works
     bottleneck: str = ""
 
-    def extended(self, before: "Estimate", times: float, seconds: float, seconds_before: float) -> "Estimate":
-        """By so many times what it takes more than the one `before`, whose step is as long as all ranks' together."""
+    def extended(self, before: "Estimate", times: float, seconds: float) -> "Estimate":
+        """By so many times what it does more than the one `before`."""
 
         def extend(now: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
             return {key: n + type(n)(times * (n - then.get(key, 0))) for key, n in now.items()}
 
         return replace(
             self,
-            seconds=seconds + times * (seconds - seconds_before),
+            seconds=seconds,
             moved=extend(self.moved, before.moved),
             busy=extend(self.busy, before.busy),
         )
