@@ -21,6 +21,7 @@ from packhorse.running import are_twins
 from packhorse.schedule import Action
 from packhorse.store import MASTER, WORKING, Block
 
+SPLITTING = 1e-4  # seconds for each parameter of a backward in two halves: each starts the engine once more
 KEPT = "kept by malloc and kernels"  # a kind of host memory, on machines without accelerator
 
 Mail = dict[Hashable, float]  # what ranks send each other -> when it is there
@@ -174,24 +175,29 @@ class Walk:
         if s not in self.split:
             self._differentiate(s, k, 1.0)
             return
-        self._compute(s, k, (1.0 - self._rest_of(s)) * self._price(s).backward)
+        self._compute(s, k, (1.0 - self._rest_of(s)) * self._price(s).backward + self._splitting(s) / 2)
         self.tally.note(self.device, self.case.footprint(s, self.choices.rows).backward)
 
     def _w(self, s: int, k: int) -> None:
-        self._differentiate(s, k, self._rest_of(s))
+        self._differentiate(s, k, self._rest_of(s), self._splitting(s) / 2)
 
     def _rest_of(self, s: int) -> float:
         """The share of a backward that is left for later."""
         return 0.5 if self.case.partition.segments[s].differentiable_inputs else 1.0
 
-    def _differentiate(self, s: int, k: int, share: float) -> None:
+    def _splitting(self, s: int) -> float:
+        """Seconds that two halves of a backward take more than a whole one."""
+        segment = self.case.partition.segments[s]
+        return SPLITTING * len(segment.parameters) if segment.differentiable_inputs else 0.0
+
+    def _differentiate(self, s: int, k: int, share: float, more: float = 0.0) -> None:
         """Backward, or what of it is left, to the end of the graph."""
         case, times = self.case, self.choices.times
         rebuilt = not self._keeps(s)
         summed, lagging = case.gradient_bytes(s, rebuilt=rebuilt), self.updates.lagging_bytes()
         price = self._price(s)
         summing = price.adding if s in self.sums else (price.first + (times - 1) * price.adding) / times
-        self._compute(s, k, share * price.backward + summing)
+        self._compute(s, k, share * price.backward + summing + more)
         footprint = case.footprint(s, self.choices.rows)
         backward = footprint.rebuilt if rebuilt else footprint.backward
         self.tally.add(self.device, "graphs", -self._graph_bytes(s))
