@@ -322,8 +322,12 @@ def sweep(
     options: argparse.Namespace,
     results: dict[str, Any],
     more: dict[float, dict[str, Any]] | None = None,
+    ways: float = 1.0,
 ) -> None:
-    """Over links on which messages take a share of the serial step; at some shares with more contenders."""
+    """Over links on which messages take a share of the serial step; at some shares with more contenders.
+
+    `ways`: more than 1 where a rank waits for what it receives, too, as long as nothing else is to do.
+    """
     ours = {"unhindered": job["contenders"]["packhorse"]}
     job = {**job, "contenders": {**job["contenders"], **ours}}
     free = None
@@ -334,7 +338,7 @@ def sweep(
         if free is None:
             free = run({**job, "contenders": ours}, FREE, size)
             print(title, free["median seconds"], free["facts"], flush=True)
-        mbit = rate(free["facts"]["unhindered"]["sent"], free["median seconds"]["unhindered"], share)
+        mbit = rate(ways * free["facts"]["unhindered"]["sent"], free["median seconds"]["unhindered"], share)
         contenders = {**job["contenders"], **(more or {}).get(share, {})}
         found = run({**job, "contenders": contenders}, mbit, size, options.starts)
         compare(found)
@@ -366,15 +370,15 @@ def measure_data(options: argparse.Namespace, results: dict[str, Any]) -> None:
 def measure_pipeline(options: argparse.Namespace, results: dict[str, Any]) -> None:
     contenders = {"packhorse": {"by": "packhorse"}, "serial": {"by": "packhorse", "serial": True, "ahead": 0}}
     for name, layers in (("medium", 24), ("large", 36), ("xl", 48)):
-        for data in (1, 2):
+        for data in options.replicas:
             job = {
-                "text": {"layers": layers, "width": 96, "rows": 16 * data},
+                "text": {"layers": layers, "width": 64, "rows": 128 * data, "context": 128},  # messages of 512 KiB
                 "ranks": {"data": data, "pipeline": 2},
                 "microbatches": 8 * data,
                 "contenders": contenders,
                 "repeats": options.repeats,
             }
-            sweep(f"GPT-2 {name} depth, {data} x 2", job, 2 * data, options, results)
+            sweep(f"GPT-2 {name} depth, {data} x 2", job, 2 * data, options, results, ways=1.4)
 
 
 def find_cuts(job: Job) -> tuple[list[int], int]:
@@ -526,6 +530,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("question", choices=[*QUESTIONS, "work"])
     parser.add_argument("--models", nargs="*", default=["alexnet", "vgg16", "resnet50"])
+    parser.add_argument("--replicas", nargs="*", type=int, default=[1, 2], help="of a pipeline")
     parser.add_argument("--shares", nargs="*", type=float, default=list(SHARES))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--starts", type=int, default=2, help="of all contenders, each with so many repeats")
