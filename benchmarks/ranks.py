@@ -497,7 +497,7 @@ def measure_kills(options: argparse.Namespace, results: dict[str, Any]) -> None:
             directory = Path(place)
             expected = run_ranks(ranks.size, lambda _, d=directory, r=ranks, s=strategy: train(d / "whole", r, s))
             for i in range(options.kills // len(cases)):
-                store, victim, moment = directory / str(i), chance.randrange(ranks.size), chance.randrange(1, 120)
+                store, victim, moment = directory / str(i), chance.randrange(ranks.size), chance.uniform(0, 4)
 
                 def disturbed(rank: int, store=store, victim=victim, moment=moment, r=ranks, s=strategy) -> Any:
                     return train(store, r, s, moment if rank == victim else None)

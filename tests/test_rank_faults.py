@@ -27,11 +27,11 @@ def train(
     store: Path | ph.DiskStore,
     ranks: ph.Ranks | None,
     strategy: str,
-    die_at: int | None = None,
+    die_at: float | None = None,
     steps: int = STEPS,
     resume: bool = True,
 ) -> dict[str, Any]:
-    """Goes on to the last step, or dies before the so-manieth action."""
+    """Goes on to the last step, or dies: `die_at` 1.5 is before the action in the middle of the second step."""
     torch.manual_seed(0)
     model, make_batch, loss = toys.zoo("gpt")
     torch.manual_seed(1)
@@ -55,20 +55,18 @@ def train(
         return dict(trainer.state_dict())
 
 
-def _die_at(trainer: ph.Trainer, count: int) -> None:
-    handlers, seen = trainer._executor.handlers, 0
+def _die_at(trainer: ph.Trainer, moment: float) -> None:
+    handlers = trainer._executor.handlers
 
-    def counted(handler: Any) -> Any:
+    def watched(handler: Any) -> Any:
         def run(task: Any, action: Any) -> None:
-            nonlocal seen
-            seen += 1
-            if seen == count:
+            if task.step + len(task.times) / 2 / len(task.program.actions) >= moment:
                 os.kill(os.getpid(), signal.SIGKILL)
             handler(task, action)
 
         return run
 
-    trainer._executor.handlers = {kind: counted(handler) for kind, handler in handlers.items()}
+    trainer._executor.handlers = {kind: watched(handler) for kind, handler in handlers.items()}
 
 
 @pytest.mark.parametrize(
@@ -80,7 +78,7 @@ def test_a_rank_that_is_killed_ends_all_and_all_go_on(ranks: ph.Ranks, strategy:
     expected = run_ranks(2, lambda rank: train(tmp_path / "whole", ranks, strategy))
     chance = random.Random(0)
     for i in range(2):
-        store, victim, moment = tmp_path / str(i), chance.randrange(2), chance.randrange(1, 90)
+        store, victim, moment = tmp_path / str(i), chance.randrange(2), chance.uniform(0, STEPS)
         found = run_ranks(
             2,
             lambda rank, store=store, victim=victim, moment=moment: train(
