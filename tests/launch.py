@@ -18,7 +18,7 @@ def run_ranks(size: int, work: Callable[[int], Any], *, expect_failure: bool = F
     """What `work(rank)` returns on each rank; with `expect_failure` the errors, as text, instead."""
     context = multiprocessing.get_context("fork")
     with TemporaryDirectory() as directory:
-        port = _find_port()
+        port = find_port()
         children = [
             context.Process(target=_child, args=(work, rank, size, port, directory), daemon=False)
             for rank in range(size)
@@ -59,7 +59,7 @@ def _read(path: Path) -> tuple[bool, Any]:
     return torch.load(path, weights_only=False) if path.exists() else (True, "ended without a word")
 
 
-def _find_port() -> int:
+def find_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import packhorse as ph
 import toys
-from launch import run_ranks
+from launch import find_port, run_ranks
 from packhorse.archive import check_store, describe_store, export_store, reclaim
 from packhorse.ranks.world import find_world
 
@@ -91,6 +91,40 @@ def test_a_rank_that_is_killed_ends_all_and_all_go_on(ranks: ph.Ranks, strategy:
         for values in run_ranks(2, lambda rank, store=store: train(store, ranks, strategy)):
             for name, value in expected[0].items():
                 assert torch.equal(values[name], value), f"{name} after a kill of {victim} at {moment}"
+
+
+@pytest.mark.parametrize("how", ["killed", "fails"])
+def test_all_ranks_end_soon_after_one(how: str, tmp_path: Path) -> None:
+    """Not only after the patience of those who wait, and as programs end: nobody ends them from outside."""
+    script = tmp_path / "train.py"
+    end = "os.kill(os.getpid(), signal.SIGKILL)" if how == "killed" else "raise MemoryError('none left')"
+    script.write_text(
+        f"""
+import os, signal, sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+import torch; torch.set_num_threads(1)
+import packhorse as ph, test_rank_faults as t
+if os.environ["RANK"] == "3":
+    forward = ph.execute.Executor._backward
+    def die(self, task, action):
+        if task.step == 1 and action.microbatch:
+            {end}
+        forward(self, task, action)
+    ph.execute.Executor._backward = die
+t.train(t.Path({str(tmp_path / "store")!r}), ph.Ranks(data=2, pipeline=2), "pipeline")
+"""
+    )
+    environment = os.environ | {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_port())}
+    environment.pop("PACKHORSE_PATIENCE", None)
+    children = [
+        subprocess.Popen([sys.executable, str(script)], env=environment | {"RANK": str(rank)}, stderr=subprocess.PIPE)
+        for rank in range(4)
+    ]
+    ended = [children[3].wait(120)]
+    started = time.monotonic()
+    said = [child.communicate(timeout=60)[1].decode() for child in children[:3]]
+    assert time.monotonic() - started < 30
+    assert ended[0] and all(child.returncode for child in children)
+    assert all("another rank has ended or is stuck" in text for text in said)
 
 
 def test_what_cannot_even_begin_is_told_alike() -> None:

@@ -66,11 +66,11 @@ class Exchange:
             self._commits.wait()
             self._commits = None
 
-    def close(self) -> None:
-        self._waiting.close()
-        self._summing.close()
+    def close(self, *, waits: bool) -> None:
+        self._waiting.close(waits=waits)
+        self._summing.close(waits=waits)
         if self.gathering is not None:
-            self.gathering.close()
+            self.gathering.close(waits=waits)
 
     # -- values and their gradients
 

@@ -72,7 +72,9 @@ class Others(Protocol):
         """Until all have."""
         ...
 
-    def close(self) -> None: ...
+    def close(self, *, waits: bool) -> None:
+        """Without waiting for what other ranks will not send any more."""
+        ...
 
 
 class Executor:
@@ -118,6 +120,7 @@ class Executor:
             "COMMIT": self._commit,
         }
         self.others: Others | None = None
+        self.is_lost = False  # of several ranks one has failed, and nobody will send what is waited for
 
     def connect(self, others: "Others") -> None:
         """With other ranks: whoever knows them brings the handlers of what is done with them."""
@@ -223,7 +226,7 @@ class Executor:
     def close(self) -> None:
         self.worker.close()
         if self.others is not None:
-            self.others.close()
+            self.others.close(waits=not self.is_lost)
         self.running.close()
         self.handlers.clear()  # they hold this executor, so that it would stay until cycles are looked for
         self.others = None
@@ -238,7 +241,14 @@ class Executor:
         self.abandon()
 
     def abandon(self) -> None:
-        """Waits for all that is under way, whatever came of it, and lets go of what it held."""
+        """Waits for all that is under way, whatever came of it, and lets go of what it held.
+
+        If other ranks are lost, with what they would send, nothing is waited for, and all ends with this process.
+        """
+        if self.is_lost:
+            self.pending.clear()
+            self.in_flight.clear()
+            return
         _wait_for_all(self._under_way())
         for fetched in self.fetched.values():
             fetched.release()

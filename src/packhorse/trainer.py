@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from packhorse.arrange import Arrangement, arrange
 from packhorse.case import Case
 from packhorse.device import find_device
-from packhorse.errors import PackhorseError, RanksError, StoreError
+from packhorse.errors import NumericsError, PackhorseError, RanksError, StoreError
 from packhorse.estimate import KEPT
 from packhorse.exchange import Exchange
 from packhorse.execute import Executor
@@ -464,7 +464,17 @@ class Trainer:
             self._settle()
 
     def _roll_back(self, error: BaseException) -> None:
-        """After a failure: with versions, all is as the last commit left it, but the position of the data, which moves on."""
+        """After a failure: with versions, all is as the last commit left it, but the position of the data, which moves on.
+
+        Of several ranks, only what all of them find can be undone. Else this one ends as if it had been killed, at once, since
+        others find out by that; what is committed is safe.
+        """
+        if self._world is not None and not isinstance(error, NumericsError):
+            self._executor.is_lost = self._broken = True
+            self._executor.abandon()
+            if not isinstance(error, RanksError):
+                error.add_note("other ranks cannot go on without this one; start all of them again, with resume=True")
+            return
         self._executor.abandon()
         try:
             facts = self._store.roll_back()

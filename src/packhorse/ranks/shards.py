@@ -104,5 +104,5 @@ class Gathering:
     def give_back(self, whole: Tensor) -> None:
         self.pool.give(whole, "weights")
 
-    def close(self) -> None:
-        self._lane.close()
+    def close(self, *, waits: bool) -> None:
+        self._lane.close(waits=waits)

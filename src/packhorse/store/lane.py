@@ -41,14 +41,14 @@ class Lane:
         """One future for several jobs."""
         return gather([self.submit(job, priority=priority) for job in jobs], lambda: result)
 
-    def close(self) -> None:
-        """Finishes what was submitted."""
+    def close(self, *, waits: bool = True) -> None:
+        """Finishes what was submitted; without waiting for that, its threads end with the process, if not before."""
         if self._closed:
             return
         self._closed = True
         for _ in self._threads:
             self._jobs.put((float("inf"), next(self._numbers), None))
-        for thread in self._threads:
+        for thread in self._threads if waits else ():
             thread.join()
 
     def _work(self) -> None:
