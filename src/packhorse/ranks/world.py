@@ -73,6 +73,7 @@ class World:
         self._facts: Any = None  # among replicas too, but not behind their sums
         self._ways: dict[bool, Any] = {}
         self.sent_bytes = 0  # by this rank, for training: messages, and its part in sums and gathers
+        self._meet()
 
     def arrange(self, ranks: Ranks) -> None:
         """From now on ranks have places. All must call it."""
@@ -96,6 +97,11 @@ class World:
             groups = dist.new_group(members, timeout=wait), dist.new_group(members, backend="gloo", timeout=wait)
             if place == self.place:
                 self._gathers, self._facts = groups
+        self._meet()
+
+    def _meet(self) -> None:
+        """Until all are connected: a rank that is refused something and ends would else look to others like a broken network."""
+        self.gather_objects(None)
 
     @property
     def replica(self) -> int:

@@ -30,7 +30,10 @@ from packhorse.precision import Precision
 from packhorse.sil.parts import ByLabel, Division, Loss, find_learned, join, strip
 
 MOST_CANDIDATES = 48  # places, for which all ways to cut are tried
-SETTLED = 0.04  # what malloc cannot use again, of the tensors of a part; measured from 6 MB to 1.1 GB
+COMPARED = 3  # values as large as a vector at a cut that labels take: codes, the distance to them, its gradient
+# Of what malloc keeps when it is freed it needs as much again: an aligned piece does not fit where one of its size was. So
+# much of gradients, and of all others but those that stay. Measured with parts of 6 to 650 MB.
+GRADIENTS_AGAIN, OTHERS_AGAIN = 0.75, 0.5
 
 # Element by element, and no parameter: a cut may lie on either side of them.
 ACTIVATIONS = (
@@ -83,8 +86,9 @@ def divide(
             raise PartitionError(
                 f"part {segment.index} ({', '.join(segment.modules) or 'outside modules'}) has nothing to train; cut elsewhere"
             )
-    planned = tuple(_with_kept(_training_bytes(graph, stepper, s.start, s.stop)) for s in train.segments)
-    whole = _with_kept(_conventional_bytes(graph, stepper))
+    ends = [*chosen, None]
+    planned = tuple(_planned_bytes(graph, stepper, *part) for part in zip(train.segments, ends, strict=True))
+    whole = _conventional_bytes(graph, stepper)
     return Division(model, train, _cut_alike(predicting, train), planned, whole)
 
 
@@ -98,9 +102,18 @@ def _refuse_without_rows(batch: Any) -> None:
             )
 
 
-def _with_kept(nbytes: int) -> int:
-    """Tensors, and what malloc keeps of those that are freed: of the smaller ones as much as half of all, up to a bound."""
-    return nbytes + min(nbytes // 2, LARGEST) + int(SETTLED * nbytes)
+def _planned_bytes(graph: Graph, stepper: Stepper, part: Segment, end: Place | None) -> int:
+    """What training a part takes: its tensors, those of the labels where it ends, and what malloc cannot use again.
+
+    Where more than a vector crosses, labels are for a mean of it, and only the gradient has its size.
+    """
+    tensors = _training_bytes(graph, stepper, part.start, part.stop)
+    if end is not None:
+        (crossing,) = (graph.values[i] for i in find_learned(graph, end))
+        tensors += (COMPARED if len(crossing.type.shape) == 2 else 1) * crossing.nbytes
+    small, large = _gradient_bytes(graph, part)
+    others = tensors - _state_bytes(part, stepper) - small - max(large, default=0)
+    return tensors + int(GRADIENTS_AGAIN * small + OTHERS_AGAIN * others)
 
 
 def _is_float(value: Value) -> bool:
@@ -201,14 +214,13 @@ def _training_bytes(graph: Graph, stepper: Stepper, start: int, stop: int) -> in
     Of gradients so large that malloc gives them back, one is there at a time: it is used while backward goes on.
     """
     segment = Segment(graph, 0, start, stop)
-    sizes = [graph.parameters[name].nbytes for name in segment.parameters if graph.parameters[name].trainable]
-    large = [nbytes for nbytes in sizes if nbytes >= LARGEST]
+    _, large = _gradient_bytes(graph, segment)
     backward = find_footprint(segment, graph.batch.rows).backward - (sum(large) - max(large, default=0))
     return _state_bytes(segment, stepper) + backward + segment.input_nbytes
 
 
 def _conventional_bytes(graph: Graph, stepper: Stepper) -> int:
-    """The same of all of the model by an ordinary loop, which steps every parameter whole, with what that allocates.
+    """What all of the model takes in an ordinary loop, which steps every parameter whole, with what that allocates.
 
     What backward and the steps of smaller parameters had stays with malloc while large ones, which it does not keep, are
     stepped.
@@ -228,7 +240,15 @@ def _conventional_bytes(graph: Graph, stepper: Stepper) -> int:
     large = [name for name in trained if trained[name] >= LARGEST]
     backward = find_footprint(whole, graph.batch.rows).backward
     kept = max(backward - sum(trained[name] for name in large), step(trained.keys() - set(large)))
-    return _state_bytes(whole, stepper) + max(backward, kept + step(large)) + whole.input_nbytes
+    again = int(GRADIENTS_AGAIN * _gradient_bytes(graph, whole)[0])
+    return _state_bytes(whole, stepper) + max(backward, kept + step(large)) + whole.input_nbytes + again
+
+
+def _gradient_bytes(graph: Graph, segment: Segment) -> tuple[int, list[int]]:
+    """Of all small ones, and of each that is so large that malloc gives it back."""
+    sizes = [graph.parameters[name].nbytes for name in segment.parameters if graph.parameters[name].trainable]
+    large = [nbytes for nbytes in sizes if nbytes >= LARGEST]
+    return sum(sizes) - sum(large), large
 
 
 def _state_bytes(segment: Segment, stepper: Stepper) -> int:
