@@ -11,7 +11,7 @@ from packhorse.sil.parts import Division
 from packhorse.sil.standing import Standing
 from packhorse.units import format_bytes, format_seconds
 
-PROCESS = 6 << 20  # what one takes that trains, however little: records, threads
+PROCESS = 5 << 20  # what one takes that trains, however little: records, threads
 
 
 def describe(division: Division, standings: Sequence[Standing], mode: str) -> dict[str, Any]:
