@@ -18,7 +18,7 @@ from packhorse.memory import LEEWAY
 from packhorse.optimizer import Stepper
 from packhorse.partition import Footprint, Partition, Segment, find_footprint
 from packhorse.precision import Cast, Precision
-from packhorse.price import PASSES, Price, price_node, price_update
+from packhorse.price import PASSES, PIECE, Price, price_node, price_update
 from packhorse.ranks.links import Links
 from packhorse.ranks.shape import ALONE, Ranks
 from packhorse.rehearse import Likely, Rehearsed, reckon
@@ -260,7 +260,16 @@ class Case:
         """Seconds of a core of the host."""
         if self.rehearsed.update is None or not machine.is_here:
             return price_update(block, machine)
-        return PASSES[block.whole] * block.numel * self.rehearsed.update
+        element, piece = self.rehearsed.update
+        return PASSES[block.whole] * block.numel * element + self._count_pieces(block) * (piece + PIECE)
+
+    def _count_pieces(self, block: Block) -> int:
+        """Tensors, or tiles of those that may be cut, that are stepped by themselves."""
+        assert self.stepper is not None, "who knows how long a step takes has tried it"
+        stepped = [slot for slot in block.slots if slot.name in self.stepper.groups]
+        if block.whole:
+            return len(stepped)
+        return sum(-(-slot.numel // self.stepper.tile(slot.name)) for slot in stepped)
 
     def kept_bytes(self, rows: int, *, resident: bool) -> int:
         """What malloc keeps of what is freed, and kernels and threads for themselves: as a rehearsal showed, or a guess."""

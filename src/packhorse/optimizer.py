@@ -26,6 +26,7 @@ Group = dict[str, Any]
 TILE = 1 << 17  # elements: with gradient and states it fits the cache, which brings plain optimizers near fused speed
 FUSED_TILE = 1 << 20  # elements for those that pass over memory once anyway: fewer calls
 TOGETHER = 1 << 20  # elements of all tiles in a call, one after another
+PIECES = 64  # that are stepped to see what one takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,19 +176,24 @@ class Stepper:
         """Elements of all tiles that are stepped by one call: those that pass over all of them at a time want few."""
         return TILE if any(group.get("foreach") for group in self.optimizer.param_groups) else TOGETHER
 
-    def measure(self) -> float:
-        """Seconds a step takes for one element, on one core, over more memory than a cache holds."""
+    def measure(self) -> tuple[float, float]:
+        """Seconds that a step takes on one core for one element, over more memory than a cache holds, and for one piece."""
         name, group = next(iter(self.groups.items()))
         size = self.tile(name)
-        count = 32 * TILE // size
-        pieces = [Piece(group, torch.zeros(size), torch.ones(size), {}) for _ in range(count)]
         with using_threads(1):
-            for piece in pieces:
-                self._step_probe(piece)  # makes the states
-            started = time.perf_counter()
-            for piece in pieces:
-                self._step_probe(piece)
-            return (time.perf_counter() - started) / (count * size)
+            small, large = self._time_pieces(group, 1, PIECES), self._time_pieces(group, size, 32 * TILE // size)
+        return max(large - small, 0.1 * large) / size, small
+
+    def _time_pieces(self, group: int, size: int, count: int) -> float:
+        """Seconds for one of so many, as many in a call as an update has."""
+        pieces = [Piece(group, torch.zeros(size), torch.ones(size), {}) for _ in range(count)]
+        for piece in pieces:
+            self._step_probe(piece)  # makes the states
+        groups, number = self.read_groups(), self.together // size
+        started = time.perf_counter()
+        for i in range(0, count, number):
+            self.step(groups, pieces[i : i + number])
+        return (time.perf_counter() - started) / count
 
     def temporaries(self, name: str, dimensions: int) -> float:
         """What a step of a whole parameter allocates on the way, at most at a time, in sizes of the parameter.

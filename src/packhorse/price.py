@@ -36,6 +36,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 }
 BY_FLOPS = ("attention", "convolution", "matmul", "recurrent")
 PASSES = {False: 1, True: 3}  # over memory, by an update in tiles, and of whole tensors
+PIECE = 2.5e-5  # seconds of Python to bring a piece of a parameter, its gradient and states together before its step
 OVERHEAD = 8e-6  # seconds to start a kernel from Python, where it was not measured
 
 _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -78,7 +78,7 @@ class Rehearsed:
     """
 
     found: dict[tuple[Any, int, bool], tuple[Price, Price]] = field(default_factory=dict)  # kind, rows, resident
-    update: float | None = None  # seconds an element
+    update: tuple[float, float] | None = None  # seconds for an element, and for a piece
     kept: dict[tuple[int, bool], int] = field(default_factory=dict)  # bytes that malloc and kernels kept for themselves
     tried: set[tuple[int, bool, frozenset[Any]]] = field(default_factory=set)
     tell: "Callable[[Invitation], object] | None" = (

@@ -24,6 +24,8 @@ from packhorse.ranks.shape import Ranks
 
 PROBE = 2 << 20  # bytes, to see how fast ranks talk
 PINGS = 5
+TOIL = 0.5  # seconds of sums beside compute, to see how much they keep it from
+MOST_TOILS = 9
 PATIENCE = "PACKHORSE_PATIENCE"  # in the environment: seconds that a rank waits for another
 
 # torch 2.13 renames them, and warns of the old names, which are all that 2.9 has
@@ -117,30 +119,50 @@ class World:
         return os.environ.get("LOCAL_RANK", str(self.rank)) == "0"
 
     def measure(self) -> tuple[float, float, float]:
-        """Between ranks, as a ring of all of them sees it: bytes a second, seconds of latency, bytes for a second of a core.
+        """Between ranks, as a ring of all of them sees it: bytes a second, seconds of latency, bytes for a second of compute.
 
         All must call it.
         """
         steps = 2 * (self.size - 1)
-        empty, idle = self._time_sum(1, PINGS)
-        filled, busy = self._time_sum(PROBE, 3)
+        empty, filled = self._time_sum(1, PINGS), self._time_sum(PROBE, 3)
+        slowest = max(self.gather_objects(filled))
+        lost = self._time_lost(slowest, min(max(round(TOIL / slowest), 1), MOST_TOILS))
         passed = PROBE * steps / self.size
-        found = self.gather_objects(
-            (passed / max(filled - empty, 1e-6), empty / steps, passed / max(busy - idle, 1e-6))
-        )
+        found = self.gather_objects((passed / max(filled - empty, 1e-6), empty / steps, passed / max(lost, 1e-6)))
         rates, latencies, works = zip(*found, strict=True)
         return min(rates), max(latencies), statistics.median(works)
 
-    def _time_sum(self, nbytes: int, times: int) -> tuple[float, float]:
-        """Seconds, and seconds of a core, of the shortest of a few, after one that does not count."""
+    def _time_sum(self, nbytes: int, times: int) -> float:
+        """The shortest of a few, after one that does not count."""
         tensor, seconds = torch.zeros(-(-nbytes // 4), device=_find_device_type()), []
         for _ in range(1 + times):
-            started, worked = time.perf_counter(), time.process_time()
+            started = time.perf_counter()
             with self._told():
                 dist.all_reduce(tensor)
                 float(tensor[0])  # devices work ahead
-            seconds.append((time.perf_counter() - started, time.process_time() - worked))
+            seconds.append(time.perf_counter() - started)
         return min(seconds[1:])
+
+    def _time_lost(self, seconds: float, times: int) -> float:
+        """By how much a core that computes is late while a sum passes, which takes so long: what the system does for a
+        network no process is charged with."""
+        tensor, matrix, lost = torch.zeros(PROBE // 4, device=_find_device_type()), torch.ones(192, 192), []
+
+        def toil(goes_on: Callable[[float], bool]) -> tuple[int, float]:
+            started, products = time.perf_counter(), 0
+            while goes_on(time.perf_counter() - started):
+                matrix @ matrix
+                products += 1
+            return products, time.perf_counter() - started
+
+        for _ in range(times):
+            alone, taken = toil(lambda passed: passed < seconds)
+            with self._told():
+                work = dist.all_reduce(tensor, async_op=True)
+                products, passed = toil(lambda _, work=work: not work.is_completed())  # type: ignore[misc]
+                work.wait()
+            lost.append(passed - products * taken / max(alone, 1))
+        return statistics.median(lost)
 
     # -- along the pipeline
 
