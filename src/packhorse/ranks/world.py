@@ -102,7 +102,7 @@ class World:
         self._meet()
 
     def _meet(self) -> None:
-        """Until all are connected: a rank that is refused something and ends would else look to others like a broken network."""
+        """Until all are connected: a rank that is refused something and ends would else look like a broken network."""
         self.gather_objects(None)
 
     @property
