@@ -265,6 +265,30 @@ def test_a_loss_that_is_not_finite_updates_nothing_anywhere(ranks: ph.Ranks) -> 
     assert "microbatch 3 is nan" in told[1][3] and "a loss on another rank" in told[0][3]
 
 
+def test_a_gradient_that_is_not_finite_on_one_stage_ends_all() -> None:
+    """Only the first stage sees it, and with its segments updated in part it cannot go on."""
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.weight = nn.Linear(4, 64), nn.Linear(64, 1), nn.Parameter(torch.zeros(64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x + self.weight.sqrt().sum()))
+
+    def work(rank: int) -> None:
+        torch.manual_seed(0)
+        model, batch = Root(), (torch.randn(8, 4), torch.randn(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = ph.Trainer(model, optimizer, batch, loss=squared, strategy="pipeline", microbatches=4)
+        for _ in range(3):
+            trainer.step(batch)
+
+    first, second = run_ranks(2, work, expect_failure=True)
+    assert "GradientError: the gradient of weight" in first and "start all of them again, with resume=True" in first
+    assert second.startswith("RanksError: "), second
+
+
 def test_more_ranks_than_are_there_are_refused() -> None:
     for text in refusal(2, ranks=ph.Ranks(data=2, pipeline=2)):
         assert "ranks are 2 x 2 = 4, but 2 processes were started" in text
@@ -289,6 +313,36 @@ def test_ranks_that_differ_are_refused(differ: Any, message: str) -> None:
     found = run_ranks(2, lambda rank: train(**{"name": "mlp", "ranks": None} | differ(rank)), expect_failure=True)
     for text in found:
         assert message in text
+
+
+@pytest.mark.parametrize("strategy", ["resident", "relay", "pipeline"])
+@pytest.mark.parametrize(
+    ("differ", "message"),
+    [
+        (lambda trainer, batch: trainer.step(tuple(part[:11] for part in batch)), "another batch than rank 0: 11 rows"),
+        (
+            lambda trainer, batch: trainer.step(tuple(part.flip(0) for part in batch)),
+            "another choice of samples than rank 0",
+        ),
+        (lambda trainer, batch: trainer.step((batch[0][:, :3], batch[1])), "another batch than rank 0: 12 rows"),
+        (lambda trainer, batch: trainer.evaluate(batch), "another call than rank 0: evaluate, there step"),
+    ],
+    ids=["rows", "samples", "sizes", "call"],
+)
+def test_ranks_that_differ_later_are_refused(strategy: Any, differ: Any, message: str) -> None:
+    """Of two, the second one's second batch: before anything comes of it, and nobody waits for what does not come."""
+
+    def work(rank: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 64), nn.Linear(64, 1))
+        batch = (torch.randn(12, 4), torch.randn(12, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = ph.Trainer(model, optimizer, batch, loss=squared, strategy=strategy, microbatches=4)
+        trainer.step(batch)
+        differ(trainer, batch) if rank else trainer.step(batch)
+
+    for text in run_ranks(2, work, expect_failure=True):
+        assert text.startswith("RanksError: rank 1 has " + message), text
 
 
 def test_a_batch_with_fewer_rows_than_ranks_is_refused() -> None:

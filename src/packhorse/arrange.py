@@ -13,7 +13,7 @@ from packhorse.errors import BudgetError, MachineError, PackhorseError, RanksErr
 from packhorse.graph import Graph
 from packhorse.machine import Machine
 from packhorse.memory import Memory
-from packhorse.partition import Partition, partition
+from packhorse.partition import Partition, find_places, join_between, partition
 from packhorse.plan import Plan
 from packhorse.ranks.links import Links
 from packhorse.ranks.shape import Order, Ranks
@@ -56,12 +56,19 @@ class Arrangement:
 
 
 def lay_out(graph: Graph, wish: Wish, ranks: Ranks, *, by_block: bool) -> Arrangement:
-    """With cuts between the stages of a pipeline, and, `by_block`, those between blocks beside them."""
+    """With cuts between the stages of a pipeline, and, `by_block`, those between blocks beside them.
+
+    Without, those stay that part users of one parameter.
+    """
     if ranks.pipeline == 1:
         return Arrangement(replace(wish, ranks=ranks))
     stage_cuts = cut_into_stages(graph, ranks)
-    blocks = [place.index for place in partition(graph).cuts] if by_block else []
-    cuts = tuple(sorted({*(blocks if wish.cuts is None else wish.cuts), *stage_cuts}))
+    blocks = [place.index for place in partition(graph).cuts] if wish.cuts is None else wish.cuts
+    cuts = tuple(sorted({*blocks, *stage_cuts}))
+    if not by_block and wish.cuts is None:
+        places = {place.index: place for place in find_places(graph)}
+        joined = join_between(Partition(graph, tuple(places[cut] for cut in cuts)), stage_cuts)
+        cuts = tuple(place.index for place in joined.cuts)
     return Arrangement(replace(wish, cuts=cuts, ranks=ranks, strategy="pipeline"), stage_cuts)
 
 
@@ -123,7 +130,9 @@ class _Way:
                     continue
                 counts.setdefault(shape, plan.microbatches)
                 if best is None or plan.estimate.seconds < WORTH * best[2].estimate.seconds:
-                    decided = replace(arrangement.wish.pinned_to(plan), piece_bytes=plan.piece_bytes, pace=plan.pace)
+                    # as many microbatches as the rows make of those that were asked for
+                    wished = replace(arrangement.wish, microbatches=plan.microbatches)
+                    decided = replace(wished.pinned_to(plan), piece_bytes=plan.piece_bytes, pace=plan.pace)
                     best = replace(arrangement, wish=decided), case, plan
             if best is not None:
                 return best

@@ -49,5 +49,9 @@ class NumericsError(PackhorseError):
     """A loss or a gradient is not finite."""
 
 
+class GradientError(NumericsError):
+    """The gradient of one parameter is not finite; of several ranks, those that do not have it do not know."""
+
+
 class RanksError(PackhorseError):
     """Processes that should train one model together do not fit, or one of them is gone."""

@@ -81,10 +81,12 @@ class Exchange:
         return traffic, find(s, backward=backward), action.microbatch
 
     def _receive(self, backward: bool, task: Task, action: Action) -> None:
+        """Gradients wait for the segment they are for: one behind it, on this rank too, may have the same values."""
         traffic, numbers, k = self._traffic(task, action, sends=False, backward=backward)
+        place = task.letters.setdefault((_segment(action), k), {}) if backward else task.values[k]
         for number in numbers:
             incoming = self.post.receive(traffic, number, k, task.microbatches[k].rows)
-            (task.gradients if backward else task.values)[k].update(incoming.letters())
+            place.update(incoming.letters())
             if not self.executor.overlap:
                 incoming.open()
 
@@ -110,6 +112,8 @@ class Exchange:
 
     def _tell_losses(self, task: Task, action: Action) -> None:
         """Of what only the last stage knows, the others have zeros."""
+        if self.world.ranks.pipeline == 1:  # else messages are waited for, and this may come first
+            self.world.settle()
         total = torch.zeros(())
         for microbatch, results in zip(task.microbatches, task.results, strict=True):
             for loss in results.values():
@@ -191,12 +195,19 @@ class Exchange:
         norms = found[0].sqrt() if in_parts else found[0]
         task.norms = {name: norms[i] for i, name in enumerate(names) if found[1, i]}
 
-    def begin_statistics(self, task: Task) -> None:
-        """From nothing: what this rank adds is then independent of what others did before."""
+    def begin(self, task: Task) -> None:
+        """Where parts of parameters are gathered, that is the first thing to be waited for.
+
+        Running statistics from nothing: what this rank adds is then independent of what others did before."""
+        self.losses = None
+        if self.executor.layout.shards:
+            self.world.settle()
         task.buffers.update({n: torch.zeros_like(b) for n, b in task.buffers.items() if n in self._momenta})
 
-    def join_statistics(self, task: Task) -> "Future[None] | None":
-        """Running statistics as if all microbatches of all replicas had passed here, in order."""
+    def end(self, task: Task) -> "Future[None] | None":
+        """All are heard; then running statistics as if all microbatches of all replicas had passed here, in order."""
+        self.world.settle()
+        self._await_losses()
         own = {name: task.buffers.pop(name) for name in self._momenta if name in task.buffers}
         if not own:
             return None

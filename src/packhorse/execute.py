@@ -52,12 +52,15 @@ class Others(Protocol):
 
     def join_norms(self, task: Task) -> None: ...
 
-    def begin_statistics(self, task: Task) -> None:
-        """What buffers begin with that all ranks advance, each on its samples."""
+    def begin(self, task: Task) -> None:
+        """Buffers that all ranks advance, each on its samples, begin from nothing."""
         ...
 
-    def join_statistics(self, task: Task) -> "Future[None] | None":
-        """Such buffers leave the task; when all ranks have told theirs they are the state's, which is what is returned."""
+    def end(self, task: Task) -> "Future[None] | None":
+        """Such buffers leave the task; when all ranks have told theirs they are the state's, which is what is returned.
+
+        Raises if another rank did something else, or had a loss that is not finite.
+        """
         ...
 
     def finish(self) -> None:
@@ -139,7 +142,7 @@ class Executor:
         task.constants = {name: self._bring(buffer) for name, buffer in self.state.buffers.items()}
         task.buffers = {name: task.constants[name].clone() for name in written if name in task.constants}
         if self.others is not None:
-            self.others.begin_statistics(task)
+            self.others.begin(task)
         generator_state = self.device.generator.get_state()
         try:
             for i, action in enumerate(program.actions):
@@ -157,9 +160,7 @@ class Executor:
             self.device.generator.set_state(generator_state)
         assert not self.stash, "what is stashed is used"
         if self.others is not None:
-            if self.others.losses is not None:
-                self.others.losses.result()
-            statistics = self.others.join_statistics(task)
+            statistics = self.others.end(task)
             if statistics is not None:
                 self.in_flight.add(statistics)
         self.state.buffers.update({name: self._bring_home(buffer) for name, buffer in task.buffers.items()})
@@ -275,15 +276,18 @@ class Executor:
                 inputs[name] = self._bring(values[name])
                 continue
             inputs[name] = values[name] = self._wait(values[name])
-            self._let_go(values, remaining, name, k)
+            self._let_go(task, name, k)
         return inputs
 
-    def _let_go(self, values: dict[str, Any], remaining: Counter[str], name: str, k: int) -> None:
-        stashed = (name, k) in self.stash
-        if stashed or remaining[name] == 0:
-            values.pop(name)
-        if stashed and remaining[name] == 0:
-            self.stash.drop((name, k))
+    def _let_go(self, task: Task, name: str, k: int) -> None:
+        """Of a value that has just been read: what is stashed stays as long as it came back for others, too."""
+        is_last, key = task.remaining[k][name] == 0, (name, k)
+        if key in self.stash:
+            task.restored[key] -= 1
+            if is_last:
+                self.stash.drop(key)
+        if is_last or (key in self.stash and not task.restored[key]):
+            task.values[k].pop(name)
 
     def _wait(self, value: Any) -> Any:
         """A tensor, or what brings it; a gradient that comes from another rank may turn out not to be there."""
@@ -336,7 +340,7 @@ class Executor:
             key = snapshot_name(segment.index, name)
             snapshots[name] = self._wait(task.values[k][key])
             task.remaining[k][key] -= 1
-            self._let_go(task.values[k], task.remaining[k], key, k)
+            self._let_go(task, key, k)
         task.graphs[segment.index, k] = self._run(task, segment, k, snapshots, True, again=True)
 
     def _backward(self, task: Task, action: Action) -> None:
@@ -344,6 +348,7 @@ class Executor:
         leaves, outputs = task.graphs.pop((segment.index, k))
         fetched = self.fetched[segment.index].wait()
         gradients = task.gradients[k]
+        gradients.update(task.letters.pop((segment.index, k), {}))
         seeds = {name: self._wait(gradients.pop(name)) for name in segment.outputs if name in gradients}
         seeds |= {name: self._wait(gradients.pop(name)) for name in segment.inputs if name in gradients}
         for key in [("gradient", name, k) for name in seeds]:
@@ -426,8 +431,10 @@ class Executor:
         segment, k = self._segment(task, action)
         snapshots = [snapshot_name(segment.index, name) for name in task.program.written(segment.index)]
         for name in [*segment.inputs, *snapshots]:
-            if name not in task.values[k] and (name, k) in self.stash:
-                task.values[k][name] = self._start(self.stash.get((name, k)))
+            if (name, k) in self.stash:
+                task.restored[name, k] += 1
+                if name not in task.values[k]:
+                    task.values[k][name] = self._start(self.stash.get((name, k)))
 
     def _start(self, host: "Future[Tensor]") -> Arrival:
         arrival = Arrival(self.device, host)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from packhorse.device import Device, Transfer
-from packhorse.errors import NumericsError
+from packhorse.errors import GradientError
 from packhorse.store import MASTER, Block, Slot
 
 SMALL = 1 << 20  # bytes below which a copy is not worth a mapping of its own
@@ -215,7 +215,7 @@ class Gradient:
         total = float(torch.stack([flat.sum() for flat in found.values()]).sum())
         for name, flat in found.items():
             if not math.isfinite(total) and not torch.isfinite(flat).all():
-                raise NumericsError(
+                raise GradientError(
                     f"the gradient of {name} (segment {self.segment}) is not finite; it was not used, but segments after it "
                     "were updated (a store on disk with two versions takes that back; with update='deferred' none would have "
                     "been): lower the learning rate, clip, or look at the batch"

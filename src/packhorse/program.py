@@ -110,7 +110,9 @@ class Task:
     loss_scale: float = 1.0
     values: list[dict[str, Any]] = field(default_factory=list)  # per microbatch: tensors, or arrivals of them
     gradients: list[dict[str, Any]] = field(default_factory=list)
+    letters: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)  # gradients that come, by segment
     remaining: list[Counter[str]] = field(default_factory=list)
+    restored: Counter[tuple[str, int]] = field(default_factory=Counter)  # readers that a stashed value came back for
     results: list[dict[str, Tensor]] = field(default_factory=list)
     graphs: dict[tuple[int, int], tuple[dict[str, Tensor], dict[str, Tensor]]] = field(default_factory=dict)
     rests: dict[tuple[int, int], Rest] = field(default_factory=dict)  # what backwards left for later

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from packhorse.arrange import Arrangement, arrange
 from packhorse.case import Case
 from packhorse.device import find_device
-from packhorse.errors import NumericsError, PackhorseError, RanksError, StoreError
+from packhorse.errors import GradientError, NumericsError, PackhorseError, RanksError, StoreError
 from packhorse.estimate import KEPT
 from packhorse.exchange import Exchange
 from packhorse.execute import Executor
@@ -44,7 +44,13 @@ from packhorse.partition import Partition
 from packhorse.plan import Measured, Plan, Strategy, find_fingerprint, read_plan
 from packhorse.precision import LossScale, Precision, check_precision, list_casts
 from packhorse.program import Microbatch, Program, Record, Task
-from packhorse.ranks.identity import describe_batch, describe_function, describe_model, describe_values
+from packhorse.ranks.identity import (
+    describe_batch,
+    describe_function,
+    describe_model,
+    describe_rows,
+    describe_values,
+)
 from packhorse.ranks.links import Links
 from packhorse.ranks.shape import Ranks
 from packhorse.ranks.world import World, find_world
@@ -403,6 +409,7 @@ class Trainer:
         """Trains on one batch; returns its mean loss."""
         self._check_open()
         started = time.perf_counter()
+        self._announce("step", batch)
         self._updater.num_threads = torch.get_num_threads()
         groups = self._stepper.read_groups()
         position = (
@@ -423,6 +430,19 @@ class Trainer:
         if is_first:
             logger.info("planned and measured: %s", self.compare())
         return loss
+
+    def _announce(self, call: str, batch: Any) -> None:
+        """To other ranks, which must be about to do the same with the same batch."""
+        if self._world is not None:
+            with self._undone_if_it_fails():
+                self._world.announce(
+                    {
+                        "call": call,
+                        "batch": describe_batch(batch),
+                        "choice of samples": describe_rows(batch),
+                        "step": self.steps,
+                    }
+                )
 
     def _end_step(self, task: Task, position: Any) -> None:
         if (
@@ -469,7 +489,8 @@ class Trainer:
         Of several ranks, only what all of them find can be undone. Else this one ends as if it had been killed, at once, since
         others find out by that; what is committed is safe.
         """
-        if self._world is not None and not isinstance(error, NumericsError):
+        all_know = isinstance(error, NumericsError) and not isinstance(error, GradientError)
+        if self._world is not None and not all_know:
             self._executor.is_lost = self._broken = True
             self._executor.abandon()
             if not isinstance(error, RanksError):
@@ -491,12 +512,14 @@ class Trainer:
     def evaluate(self, batch: Any) -> float:
         """The mean loss in evaluation mode; nothing is updated."""
         self._check_open()
+        self._announce("evaluate", batch)
         self._settle()
         return mean_loss(self._executor.run(self._tasks.make("eval", batch, self.steps)))
 
     def predict(self, batch: Any) -> Any:
         """The model's output in evaluation mode, for the whole batch."""
         self._check_open()
+        self._announce("predict", batch)
         self._settle()
         task = self._executor.run(self._tasks.make("predict", batch, self.steps))
         return self._tasks.join(task, batch, self._state)

@@ -6,9 +6,10 @@ dynamic programming over the legal cuts; among partitions as fast as the best, t
 """
 
 import itertools
+import math
 from array import array
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -108,17 +109,24 @@ def join_small(part: Partition, least: int = 1) -> Partition:
     """Neighbours become one segment as long as they are small together; what has no parameters goes with what is before it.
 
     In all they make about so many segments at `least`, if there are as many.
-
-    But for users of one parameter, whose gradients are added in the same order wherever the model is cut.
     """
+    return _join(part, min(SMALL_FLOPS, part.graph.flops // least), SMALL_BYTES)
+
+
+def join_between(part: Partition, stays: Collection[int]) -> Partition:
+    """All that is between cuts that stay becomes one segment."""
+    return _join(part, math.inf, math.inf, stays)
+
+
+def _join(part: Partition, most_flops: float, most_bytes: float, stays: Collection[int] = ()) -> Partition:
+    """But for users of one parameter, whose gradients are added in the same order wherever the model is cut."""
     kept: list[Place] = []
     flops = nbytes = 0
     names: set[str] = set()
-    most = min(SMALL_FLOPS, part.graph.flops // least)
     for segment, place in zip(part.segments, [None, *part.cuts], strict=True):
         flops, nbytes = flops + segment.flops, nbytes + segment.parameter_nbytes
-        is_small = flops <= most and nbytes <= SMALL_BYTES and names.isdisjoint(segment.parameters)
-        if place is not None and segment.parameters and not is_small:
+        is_small = flops <= most_flops and nbytes <= most_bytes and names.isdisjoint(segment.parameters)
+        if place is not None and (place.index in stays or (segment.parameters and not is_small)):
             kept.append(place)
             flops, nbytes, names = segment.flops, segment.parameter_nbytes, set()
         names |= set(segment.parameters)
@@ -352,19 +360,19 @@ class _Window:
 
 
 def partition_like(graph: Graph, other: Partition) -> Partition:
-    """Cuts another capture of the same model (evaluation, prediction) so that its segments use the same parameters.
+    """Cuts another capture of the same model (evaluation, prediction) so that its segments use the same parameters and buffers.
 
-    Operations differ between modes, so cuts are mapped by the parameters used before and after them. Where several
-    places separate the same parameters, the one that carries the fewest bytes is taken.
+    Operations differ between modes, so cuts are mapped by what is used before and after them. Where several
+    places separate the same, the one that carries the fewest bytes is taken.
     """
     places = [p for p in find_places(graph) if p.legal]
-    firsts = find_first_uses(graph)
-    wanted_firsts = find_first_uses(other.graph)
+    uses, wanted = _find_uses(graph), _find_uses(other.graph)
     chosen: list[Place] = []
     for cut in other.cuts:
-        before = {name for name, first in wanted_firsts.items() if first < cut.index and name in firsts}
-        low = max((firsts[name] for name in before), default=-1)
-        high = min((first for name, first in firsts.items() if name not in before), default=len(graph.nodes) - 1)
+        before = {name for name, (first, _) in wanted.items() if first < cut.index and name in uses}
+        through = {name for name in before if wanted[name][1] >= cut.index}  # used behind it, too
+        low = max((uses[name][0 if name in through else 1] for name in before), default=-1)
+        high = min((first for name, (first, _) in uses.items() if name not in before), default=len(graph.nodes) - 1)
         start = max(low + 1, chosen[-1].index if chosen else 1)
         rest = [p for p in places if p.index >= start] or [
             Place(len(graph.nodes), 0, None)
@@ -376,9 +384,15 @@ def partition_like(graph: Graph, other: Partition) -> Partition:
 
 def find_first_uses(graph: Graph) -> dict[str, int]:
     """Of every parameter that is used, the first node that reads it."""
-    firsts: dict[str, int] = {}
+    return {name: first for name, (first, _) in _find_uses(graph).items() if name in graph.parameters}
+
+
+def _find_uses(graph: Graph) -> dict[str, tuple[int, int]]:
+    """Of every parameter and buffer that is used, the first and the last node that reads it."""
+    found: dict[str, tuple[int, int]] = {}
     for i, node in enumerate(graph.nodes):
         for ref in node.operands:
-            if graph.values[ref].kind == "parameter":
-                firsts.setdefault(graph.values[ref].name, i)
-    return firsts
+            value = graph.values[ref]
+            if value.kind in ("parameter", "buffer"):
+                found[value.name] = (found.get(value.name, (i, i))[0], i)
+    return found

@@ -5,9 +5,12 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch import nn
+import xxhash
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from packhorse.batch import BatchSpec
+from packhorse.errors import BatchError
 
 
 def describe_model(model: nn.Module) -> str:
@@ -45,6 +48,22 @@ def describe_values(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def describe_batch(example: Any) -> str:
-    spec = BatchSpec.of(example)
+def describe_batch(batch: Any) -> str:
+    try:
+        spec = BatchSpec.of(batch)
+    except BatchError as error:  # which whoever uses it raises
+        return str(error)
     return f"{spec.rows} rows of {', '.join(f'{leaf.path} {leaf.describe()}'.strip() for leaf in spec.leaves)}"
+
+
+def describe_rows(batch: Any) -> str:
+    """The first and the last, which differ where ranks draw samples of their own."""
+    digest = xxhash.xxh3_64()
+    for leaf in tree_leaves(batch):
+        if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:
+            digest.update(repr(leaf).encode())
+            continue
+        rows = leaf.detach().unsqueeze(0) if leaf.ndim == 0 else leaf.detach()
+        for part in (rows[:1], rows[-1:]):
+            digest.update(part.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

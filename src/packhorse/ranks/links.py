@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
+from packhorse.errors import RanksError
 from packhorse.partition import Partition
 from packhorse.ranks.traffic import Traffic
 
@@ -48,17 +49,24 @@ class Links:
         return self.traffic if partition is self.partition else Traffic(partition, self._owners_in(partition))
 
     def _owners_in(self, partition: Partition) -> tuple[int, ...]:
-        """Where evaluation has fewer segments, their own parameters tell whose they are; else they go with the one before."""
-        if len(partition.segments) == len(self.owners):
-            return self.owners
-        users: dict[str, set[int]] = defaultdict(set)
+        """Where evaluation has other segments, or uses more in one, those run where their parameters and buffers are; others
+        go with the one before."""
+        holders: dict[str, set[int]] = defaultdict(set)
         for segment in self.partition.segments:
-            for name in segment.parameters:
-                users[name].add(self.owners[segment.index])
+            for name in (*segment.parameters, *segment.buffers):
+                holders[name].add(self.owners[segment.index])
+        is_alike = len(partition.segments) == len(self.owners)
         owners: list[int] = []
         for segment in partition.segments:
-            own = [place for name in segment.parameters if len(users[name]) == 1 for place in users[name]]
-            owners.append(own[0] if own else owners[-1] if owners else 0)
+            usual = self.owners[segment.index] if is_alike else owners[-1] if owners else 0
+            held = [holders[name] for name in (*segment.parameters, *segment.buffers) if holders[name]]
+            able = set.intersection(*held) if held else {usual}
+            if not able:
+                raise RanksError(
+                    f"segment {segment.index} of {partition.graph.name} in evaluation uses parameters or buffers of several "
+                    "ranks; use ranks that see other samples only"
+                )
+            owners.append(usual if usual in able else min(able))
         return tuple(owners)
 
     @cached_property

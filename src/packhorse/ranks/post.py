@@ -6,7 +6,7 @@ nobody waits for a send but the next that would be one too many.
 
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -34,12 +34,15 @@ class Letter:
 
 
 class Incoming:
-    def __init__(self, parcel: Parcel, buffer: Tensor, work: Work):
-        self.parcel, self._buffer, self._work = parcel, buffer, work
+    """A message that comes; `before` is called before it is waited for."""
+
+    def __init__(self, parcel: Parcel, buffer: Tensor, work: Work, before: Callable[[], None]):
+        self.parcel, self._buffer, self._work, self._before = parcel, buffer, work, before
         self._opened: dict[str, Tensor | None] | None = None
 
     def open(self) -> dict[str, Tensor | None]:
         if self._opened is None:
+            self._before()
             self._work.wait()
             self._opened = self.parcel.unpack(self._buffer)
         return self._opened
@@ -66,7 +69,7 @@ class Post:
         buffer = self._make(parcel)
         place = traffic.owners[message.sender]
         work = self.world.receive(buffer, place, _tag(number, k), backward=message.backward)
-        return Incoming(parcel, buffer, work)
+        return Incoming(parcel, buffer, work, self.world.settle)
 
     def send_flat(self, flat: Tensor, place: int, number: int, *, backward: bool) -> None:
         """All of a block, whose size both sides know."""

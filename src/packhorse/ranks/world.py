@@ -6,17 +6,20 @@ Everything returns something to wait for; nothing here waits by itself but what 
 
 import atexit
 import os
+import re
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
 
 from packhorse.errors import RanksError
@@ -54,11 +57,21 @@ class Work:
         try:
             yield
         except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0]
             raise RanksError(
-                f"{self._what} did not happen: another rank has ended or is stuck ({reason}); all ranks end. Start them again "
-                "with resume=True to go on from the last step that all of them finished"
-            ) from error
+                f"{self._what} did not happen: another rank has ended or is stuck, or has not made the same call "
+                f"({_reason(error)}); all ranks end. Start them again with resume=True to go on from the last step that all of "
+                "them finished"
+            ) from None
+
+
+@dataclass(frozen=True)
+class _Announced:
+    """What a rank is about to do, as a number, and the sum of all ranks' numbers, which is there when the work is over."""
+
+    facts: Mapping[str, Any]
+    number: int
+    total: Tensor
+    work: Work
 
 
 class World:
@@ -67,13 +80,15 @@ class World:
     def __init__(self, patience: float):
         self.rank, self.size, self.patience = dist.get_rank(), dist.get_world_size(), patience
         self.ranks = Ranks(data=self.size)
-        self._control, self._commits = (
-            dist.new_group(backend="gloo", timeout=timedelta(seconds=patience)) for _ in range(2)
+        self._control, self._commits, self._calls = (
+            dist.new_group(backend="gloo", timeout=timedelta(seconds=patience)) for _ in range(3)
         )
         self._sums: Any = None
         self._gathers: Any = None
         self._facts: Any = None  # among replicas too, but not behind their sums
         self._ways: dict[bool, Any] = {}
+        self._announced: _Announced | None = None
+        self._alike: Any = None  # what was announced last, and what its batch looked like
         self.sent_bytes = 0  # by this rank, for training: messages, and its part in sums and gathers
         self._meet()
 
@@ -219,9 +234,12 @@ class World:
 
     def gather_objects(self, value: Any) -> list[Any]:
         """A small value of every rank. Waits."""
+        return self._gather_objects(value, self._control)
+
+    def _gather_objects(self, value: Any, group: Any) -> list[Any]:
         found: list[Any] = [None] * self.size
         with self._told():
-            dist.all_gather_object(found, value, group=self._control)
+            dist.all_gather_object(found, value, group=group)
         return found
 
     def share(self, value: Any, root: int) -> Any:
@@ -244,13 +262,41 @@ class World:
             yield
         except RuntimeError as error:
             raise RanksError(
-                f"rank {self.rank} could not reach the others within {self.patience:.0f} s: one has ended or is stuck, or they "
-                f"do not run the same script with batches of the same shapes ({str(error).strip().splitlines()[0]})"
-            ) from error
+                f"rank {self.rank} could not reach the others: one has ended, or is stuck (after {self.patience:.0f} s), "
+                f"or they do not run the same script with the same batches ({_reason(error)})"
+            ) from None
+
+    def announce(self, facts: Mapping[str, Any]) -> None:
+        """What this rank is about to do, of which all have to do the same. `settle` tells whether they are.
+
+        Nobody waits for that, unless it is another call than the one before, or the batch looks unlike its: whoever captures
+        another graph waits for all, and messages of other sizes end processes.
+        """
+        self.settle()
+        number = xxhash.xxh3_64_intdigest(repr(sorted(facts.items())).encode()) & 0xFFFF_FFFF
+        total = torch.tensor(number)
+        begin = partial(dist.all_reduce, total, group=self._calls, async_op=True)
+        work = Work(begin, f"rank {self.rank}: comparing what ranks are about to do", total)
+        self._announced = _Announced(facts, number, total, work)
+        before, self._alike = self._alike, (facts["call"], facts["batch"])
+        if self._alike != before:
+            self.settle()
+
+    def settle(self) -> None:
+        """Before anything that comes of the others' batches is waited for. Raises on all ranks if they differ."""
+        if self._announced is None:
+            return
+        announced, self._announced = self._announced, None
+        announced.work.wait()
+        if int(announced.total) != self.size * announced.number:  # then all of them find that
+            self._agree(announced.facts, self._calls)
 
     def agree(self, facts: Mapping[str, Any]) -> None:
         """Raises on all ranks if they do not have the same, with what differs."""
-        found = self.gather_objects({name: str(value) for name, value in facts.items()})
+        self._agree(facts, self._control)
+
+    def _agree(self, facts: Mapping[str, Any], group: Any) -> None:
+        found = self._gather_objects({name: str(value) for name, value in facts.items()}, group)
         for name, value in found[0].items():
             for rank, others in enumerate(found):
                 if others.get(name) != value:
@@ -258,6 +304,12 @@ class World:
                         f"rank {rank} has another {name} than rank 0: {_shorten(others.get(name))}, there {_shorten(value)}; "
                         "all ranks must run the same script with the same batches"
                     )
+
+
+def _reason(error: RuntimeError) -> str:
+    """The first sentence of what gloo says, without the line of its source."""
+    text = str(error).strip().splitlines()[0]
+    return re.sub(r"^\[[^]]*\]\s*", "", text).partition(". ")[0]
 
 
 def _shorten(value: Any) -> str:
