@@ -207,7 +207,7 @@ def measure_accuracy(task: str, ways: dict[str, Way], options: argparse.Namespac
 
 
 def plan_ratio(task: str, way: Way) -> float:
-    """Memory of the largest part, of that of all in one piece."""
+    """Tensors of the largest part, of those of all in one piece."""
     import torch
 
     import packhorse as ph
@@ -218,7 +218,7 @@ def plan_ratio(task: str, way: Way) -> float:
     optimizer = torch.optim.Adam(model.parameters())
     batch = next(iter(Labelled(*train, 256, seed=0)))
     with ph.SegmentedTrainer(model, optimizer, batch, num_classes=classes, cuts=way.cuts, labels=way.labels) as trainer:
-        return round(float(trainer.describe()["planned_ratio"]), 3)
+        return round(float(trainer.describe()["tensor_ratio"]), 3)
 
 
 def summarise(results: dict[str, Any]) -> dict[str, Any]:

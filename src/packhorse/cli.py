@@ -14,12 +14,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from packhorse.archive import check_store, describe_store, export_store, reclaim
-from packhorse.data import open_data, open_labelled
-from packhorse.errors import BudgetError, PackhorseError
+from packhorse.data import Labelled, open_data, open_labelled
+from packhorse.errors import BatchError, BudgetError, PackhorseError
 from packhorse.graph import capture
 from packhorse.machine import Machine, find_machine
 from packhorse.memory import peak_resident_bytes
-from packhorse.models import load_task
+from packhorse.models import Task, load_task
 from packhorse.outline import make_plan
 from packhorse.partition import partition
 from packhorse.plan import Plan
@@ -39,6 +39,7 @@ from packhorse.report import (
 )
 from packhorse.sil import Progress as PartProgress
 from packhorse.sil import SegmentedTrainer
+from packhorse.sil.source import check_classes, count_classes, to_classes
 from packhorse.store import DiskStore
 from packhorse.trainer import Trainer
 from packhorse.units import format_bytes, parse_bytes
@@ -232,8 +233,8 @@ def sil(
     count = classes or 10
     loader = open_labelled(data, task, rows, count, seed)
     if classes is None and data is not None:
-        count = int(loader.y.max()) + 1
-    tested = open_labelled(test or data, task, rows, count, None)
+        count = count_classes(to_classes(loader.y))
+    tested = _open_test(test, task, rows, count) if test else open_labelled(data, task, rows, count, None)
     console = Console(quiet=as_json)
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=as_json) as progress:
@@ -282,6 +283,16 @@ def sil(
         return
     console.print(Text(report))
     console.print(", ".join(f"{name} {accuracy:.2%}" for name, accuracy in accuracies.items()))
+
+
+def _open_test(test: str, task: Task, rows: int, num_classes: int) -> Labelled:
+    """Its classes are checked before anything is trained."""
+    found = open_labelled(test, task, rows, num_classes, None, "--test")
+    try:
+        check_classes(to_classes(found.y), num_classes)
+    except BatchError as error:
+        raise BatchError(f"--test {test}: {error}") from error
+    return found
 
 
 @app.command()

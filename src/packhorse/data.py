@@ -110,8 +110,10 @@ class Labelled:
             yield self.x[chosen], self.y[chosen]
 
 
-def open_labelled(data: str | None, task: Task, rows: int, num_classes: int, seed: int | None) -> Labelled:
-    """A safetensors file with `x` and `y`; without one, noise around a point for each class."""
+def open_labelled(
+    data: str | None, task: Task, rows: int, num_classes: int, seed: int | None, option: str = "--data"
+) -> Labelled:
+    """A safetensors file with `x` and `y`, given as that option; without one, noise around a point for each class."""
     if not (isinstance(task.example, tuple) and len(task.example) == 2):
         raise PackhorseError(f"{task.name} is no classifier of (x, y): its batch is {type(task.example).__name__}")
     if data is not None:
@@ -119,12 +121,12 @@ def open_labelled(data: str | None, task: Task, rows: int, num_classes: int, see
         missing = [name for name in ("x", "y") if name not in files]
         if missing:
             raise PackhorseError(
-                f"--data {data} has no tensor {missing[0]!r}; expected x, [rows, ...], and y, [rows] of classes"
+                f"{option} {data} has no tensor {missing[0]!r}; expected x, [rows, ...], and y, [rows] of classes"
             )
         x, y = files["x"].load(), files["y"].load()
         if not len(y) or len(x) != len(y):
             raise PackhorseError(
-                f"--data {data}: x has {len(x)} rows, y has {len(y)}; expected as many, and at least one"
+                f"{option} {data}: x has {len(x)} rows, y has {len(y)}; expected as many, and at least one"
             )
         return Labelled(x, y, rows, seed=seed)
     shape = task.example[0].shape[1:]

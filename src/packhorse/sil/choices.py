@@ -2,10 +2,16 @@
 
 import math
 import operator
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from packhorse.errors import BatchError, PackhorseError
+import torch
+
+from packhorse.device import find_device
+from packhorse.errors import BatchError, PackhorseError, RanksError
+from packhorse.memory import Ledger, Pool
+from packhorse.ranks.shape import Ranks
 
 
 def check_choices(
@@ -17,9 +23,9 @@ def check_choices(
         raise PackhorseError("give either parts, how many, or cuts, the modules after which to cut")
     if isinstance(cuts, str):
         raise PackhorseError(f"cuts is the text {cuts!r}, expected a list of module names")
-    if not _is_count(num_classes, 2):
+    if not is_count(num_classes, 2):
         raise PackhorseError(f"num_classes is {num_classes!r}, expected a number of at least 2")
-    if not _is_count(refine, 0):
+    if not is_count(refine, 0):
         raise PackhorseError(f"refine is {refine!r}, expected a number of epochs, or 0 for none")
     if not _is_number(noise) or noise < 0:
         raise PackhorseError(f"noise is {noise!r}, expected a number of standard deviations, or 0 for none")
@@ -30,6 +36,33 @@ def check_choices(
 def check_callable(name: str, given: Any, what: str) -> None:
     if given is not None and not callable(given):
         raise PackhorseError(f"{name} is {given!r}, expected a function, {what}, or None")
+
+
+def check_directory(name: str, given: Any) -> None:
+    if not isinstance(given, (str, os.PathLike)):
+        raise PackhorseError(f"{name} is {given!r}, expected a directory, as text or a Path")
+
+
+def check_device(device: Any, mode: str) -> None:
+    """Whether it is there, unless processes are forked later, which cannot use an accelerator that this one has asked for."""
+    if device is None:
+        return
+    try:
+        wanted = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise PackhorseError(
+            f"device is {device!r}, expected one that torch knows, such as 'cpu' or 'cuda:0'; leave it out to use what there is"
+        ) from error
+    if mode != "parallel":
+        find_device(wanted, Pool(Ledger()))
+
+
+def check_ranks(ranks: Any, size: int) -> None:
+    if ranks is None:
+        return
+    if not isinstance(ranks, Ranks):
+        raise RanksError(f"ranks is {ranks!r}, expected ph.Ranks, such as ph.Ranks(data={size}), or None")
+    ranks.check_size(size)
 
 
 def check_counts(given: Any, num_parts: int, name: str) -> list[int]:
@@ -44,7 +77,7 @@ def check_batch_sizes(given: Any, num_parts: int) -> list[int | None]:
 
 
 def _check_count(count: Any, part: int, name: str) -> int:
-    if not _is_count(count, 1):
+    if not is_count(count, 1):
         raise PackhorseError(f"{name} is {count!r} for part {part}, expected a whole number of at least 1")
     return operator.index(count)
 
@@ -61,6 +94,8 @@ def check_rates(given: Any, num_parts: int) -> list[float | None]:
 
 def one_each(given: Any, num_parts: int, name: str) -> list[Any]:
     """One for each part, from one for all or as many as parts."""
+    if getattr(given, "ndim", 0):  # an array of numbers
+        given = given.tolist()
     if not isinstance(given, (list, tuple)):
         return [given] * num_parts
     if len(given) != num_parts:
@@ -81,9 +116,12 @@ def check_loader(loader: Any, *, once: bool = False) -> None:
         raise BatchError(f"the loader is a {type(loader).__name__}, expected something that yields batches (x, y)")
 
 
-def _is_count(value: Any, least: int) -> bool:
+def is_count(value: Any, least: int) -> bool:
     """Whole numbers of other libraries, too."""
-    return hasattr(type(value), "__index__") and not isinstance(value, bool) and operator.index(value) >= least
+    try:
+        return not isinstance(value, bool) and operator.index(value) >= least
+    except TypeError:  # also what arrays say, unless they hold a single whole number
+        return False
 
 
 def _is_number(value: Any) -> bool:

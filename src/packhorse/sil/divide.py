@@ -27,7 +27,8 @@ from packhorse.partition import (
     partition,
 )
 from packhorse.precision import Precision
-from packhorse.sil.parts import ByLabel, Division, Loss, find_learned, join, strip
+from packhorse.sil.choices import is_count
+from packhorse.sil.parts import ByLabel, Division, Loss, Needs, find_learned, join, strip
 
 MOST_CANDIDATES = 48  # places, for which all ways to cut are tried
 COMPARED = 3  # values as large as a vector at a cut that labels take: codes, the distance to them, its gradient
@@ -87,9 +88,8 @@ def divide(
                 f"part {segment.index} ({', '.join(segment.modules) or 'outside modules'}) has nothing to train; cut elsewhere"
             )
     ends = [*chosen, None]
-    planned = tuple(_planned_bytes(graph, stepper, *part) for part in zip(train.segments, ends, strict=True))
-    whole = _conventional_bytes(graph, stepper)
-    return Division(model, train, _cut_alike(predicting, train), planned, whole)
+    needs = tuple(_find_needs(graph, stepper, *part) for part in zip(train.segments, ends, strict=True))
+    return Division(model, train, _cut_alike(predicting, train), needs, _find_conventional_needs(graph, stepper))
 
 
 def _refuse_without_rows(batch: Any) -> None:
@@ -102,18 +102,18 @@ def _refuse_without_rows(batch: Any) -> None:
             )
 
 
-def _planned_bytes(graph: Graph, stepper: Stepper, part: Segment, end: Place | None) -> int:
-    """What training a part takes: its tensors, those of the labels where it ends, and what malloc cannot use again.
+def _find_needs(graph: Graph, stepper: Stepper, part: Segment, end: Place | None) -> Needs:
+    """What training a part takes. Those of the labels where it ends are gone before the most is there, but malloc keeps them.
 
     Where more than a vector crosses, labels are for a mean of it, and only the gradient has its size.
     """
-    tensors = _training_bytes(graph, stepper, part.start, part.stop)
+    tensors, compared = _training_bytes(graph, stepper, part.start, part.stop), 0
     if end is not None:
         (crossing,) = (graph.values[i] for i in find_learned(graph, end))
-        tensors += (COMPARED if len(crossing.type.shape) == 2 else 1) * crossing.nbytes
+        compared = (COMPARED if len(crossing.type.shape) == 2 else 1) * crossing.nbytes
     small, large = _gradient_bytes(graph, part)
-    others = tensors - _state_bytes(part, stepper) - small - max(large, default=0)
-    return tensors + int(GRADIENTS_AGAIN * small + OTHERS_AGAIN * others)
+    others = tensors + compared - _state_bytes(part, stepper) - small - max(large, default=0)
+    return Needs(tensors, tensors + compared + int(GRADIENTS_AGAIN * small + OTHERS_AGAIN * others))
 
 
 def _is_float(value: Value) -> bool:
@@ -162,8 +162,9 @@ def _balance(
     graph: Graph, places: Mapping[int, Place], stepper: Stepper, parts: int, activated: bool, alike: "_Alike"
 ) -> list[Place]:
     """Cuts that make the largest part as small as can be: of those that separate the same parameters, the lightest."""
-    if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
+    if not is_count(parts, 1):
         raise PartitionError(f"parts is {parts!r}, expected a number of at least 1")
+    parts = int(parts)
     candidates = _candidates(graph, places, activated)
     if len(candidates) > MOST_CANDIDATES:  # many layers: their repeated blocks will do
         blocks = {_to_the_side(graph, places, cut, activated).index for cut in partition(graph).cuts}
@@ -219,7 +220,7 @@ def _training_bytes(graph: Graph, stepper: Stepper, start: int, stop: int) -> in
     return _state_bytes(segment, stepper) + backward + segment.input_nbytes
 
 
-def _conventional_bytes(graph: Graph, stepper: Stepper) -> int:
+def _find_conventional_needs(graph: Graph, stepper: Stepper) -> Needs:
     """What all of the model takes in an ordinary loop, which steps every parameter whole, with what that allocates.
 
     What backward and the steps of smaller parameters had stays with malloc while large ones, which it does not keep, are
@@ -241,7 +242,8 @@ def _conventional_bytes(graph: Graph, stepper: Stepper) -> int:
     backward = find_footprint(whole, graph.batch.rows).backward
     kept = max(backward - sum(trained[name] for name in large), step(trained.keys() - set(large)))
     again = int(GRADIENTS_AGAIN * _gradient_bytes(graph, whole)[0])
-    return _state_bytes(whole, stepper) + max(backward, kept + step(large)) + whole.input_nbytes + again
+    tensors = _state_bytes(whole, stepper) + max(backward, kept + step(large)) + whole.input_nbytes
+    return Needs(tensors, tensors + again)
 
 
 def _gradient_bytes(graph: Graph, segment: Segment) -> tuple[int, list[int]]:

@@ -84,6 +84,10 @@ class Home:
         path = self.path / HEADER
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:
+            raise StoreError(
+                f"{self.path} is a file, expected a directory; choose one, or a name that is free"
+            ) from error
         except OSError as error:
             raise StoreError(f"{self.path} cannot be made: {error.strerror}; choose another directory") from error
         self._take_lock()
@@ -120,11 +124,14 @@ class Home:
             remove(left)
         return True
 
+    def check_open(self) -> None:
+        if self.is_closed:
+            raise PackhorseError("this trainer is closed; make another one, with resume=True if it has a store")
+
     @contextmanager
     def scratch(self) -> Iterator[Path]:
         """A directory for a while."""
-        if self.is_closed:
-            raise PackhorseError("this trainer is closed; make another one, with resume=True if it has a store")
+        self.check_open()
         with tempfile.TemporaryDirectory(dir=self.path, prefix=SCRATCH) as directory:
             yield Path(directory)
 

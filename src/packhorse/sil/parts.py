@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -74,6 +74,13 @@ class Crossing:
     is_map: bool  # channels first, then positions
 
 
+class Needs(NamedTuple):
+    """Bytes that training takes: of tensors, and with what malloc cannot use again of those that are freed."""
+
+    tensors: int
+    planned: int
+
+
 @dataclass(frozen=True)
 class Division:
     """A model in parts. Both graphs, of training and of prediction, are cut at the same places."""
@@ -81,8 +88,8 @@ class Division:
     model: nn.Module
     train: Partition
     predict: Partition
-    planned: tuple[int, ...]  # bytes that training takes, of each part, beside what a process takes
-    planned_whole: int  # and of the model in one piece
+    needs: tuple["Needs", ...]  # of each part
+    needs_whole: "Needs"  # of the model in one piece
 
     @property
     def num_parts(self) -> int:

@@ -16,14 +16,16 @@ PROCESS = 5 << 20  # what one takes that trains, however little: records, thread
 
 def describe(division: Division, standings: Sequence[Standing], mode: str) -> dict[str, Any]:
     rows = max(s.rows for s in standings)
+    largest = max(needs.planned for needs in division.needs)
     return {
         "mode": mode,
         "parts": [{"part": i, **asdict(s), "flops": s.flops} for i, s in enumerate(standings)],
-        "planned_bytes": PROCESS + max(division.planned),
-        "planned_ratio": max(division.planned) / division.planned_whole,
+        "planned_bytes": PROCESS + largest,
+        "planned_ratio": largest / division.needs_whole.planned,
+        "tensor_ratio": max(needs.tensors for needs in division.needs) / division.needs_whole.tensors,
         "exchanged_bytes": sum(s.stored_bytes for s in standings),
         "conventional": {
-            "planned_bytes": PROCESS + division.planned_whole,
+            "planned_bytes": PROCESS + division.needs_whole.planned,
             "flops": sum(s.flops_per_row for s in standings) * rows,
             "pipeline_bytes": sum(2 * s.crossing_bytes_per_row for s in standings) * rows,
         },
@@ -36,7 +38,8 @@ def show(division: Division, standings: Sequence[Standing], mode: str, labels: s
     lines += [_show_part(i, standing, is_last=i == len(standings) - 1) for i, standing in enumerate(standings)]
     whole = described["conventional"]
     lines.append(
-        f"in one piece: {format_bytes(whole['planned_bytes'])} planned, {described['planned_ratio']:.2f} of that here; "
+        f"in one piece: {format_bytes(whole['planned_bytes'])} planned, {described['planned_ratio']:.2f} of that here, "
+        f"{described['tensor_ratio']:.2f} of its tensors; "
         f"{whole['flops'] / 1e12:.3g} TFLOP; a pipeline with these cuts would exchange "
         f"{format_bytes(whole['pipeline_bytes'])}, here {format_bytes(described['exchanged_bytes'])} were"
     )

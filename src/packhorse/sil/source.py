@@ -8,14 +8,17 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from packhorse.errors import BatchError
 from packhorse.keys import fold, random_seed
 from packhorse.sil.labels import Labels
-from packhorse.sil.parts import Crossing, Division
+from packhorse.sil.parts import Crossing, Division, strip
 from packhorse.sil.rows import Rows, cut_rows
 
 Columns = dict[str, Tensor]
+
+MOST_NAMED = 32  # values of a batch that are named one by one, should they not be those of the example
 
 
 class Source(Protocol):
@@ -65,7 +68,17 @@ class Loaded:
         for batch in _draw_by_seed(self.loader, seed):
             x, y = take_apart(batch)
             check_classes(y, self.num_classes)
+            self._check_values(x)
             yield x, y
+
+    def _check_values(self, x: Any) -> None:
+        """Numbers in nested lists are told by how many they are: all their names would fill pages."""
+        found, expected = len(tree_leaves(strip(x))), self.division.predict.graph.batch.tree.num_leaves
+        if found > max(expected, MOST_NAMED):
+            raise BatchError(
+                f"x is a {type(x).__name__} of {found} values, expected {expected} as in the example; numbers in nested lists "
+                "are to be one tensor: torch.as_tensor(...)"
+            )
 
     def count(self) -> int | None:
         if self.size is None:
@@ -159,12 +172,16 @@ def _count_rows(loader: Any) -> int | None:
     """Of all batches, as far as that can be told without going through them."""
     if isinstance(loader, (list, tuple)):
         return sum(len(take_apart(batch)[1]) for batch in loader)
-    batches, size = _find_length(loader), getattr(loader, "batch_size", None)
+    sampler = getattr(loader, "batch_sampler", None)
+    batched = loader if sampler is None else sampler  # which of them knows how rows are put together
+    batches, size = _find_length(loader), getattr(batched, "batch_size", None)
     if batches is None or not isinstance(size, int):
         return None
-    if getattr(loader, "drop_last", False):
+    if getattr(batched, "drop_last", False):
         return batches * size
-    return _find_length(getattr(loader, "sampler", getattr(loader, "dataset", None)))
+    drawn = _find_length(getattr(batched, "sampler", None))
+    rows = _find_length(getattr(loader, "dataset", None)) if drawn is None else drawn
+    return rows if rows is not None and -(-rows // size) == batches else None
 
 
 def _draw_by_seed(loader: Iterable[Any], seed: int) -> Iterator[Any]:
@@ -187,21 +204,38 @@ def _draw_by_seed(loader: Iterable[Any], seed: int) -> Iterator[Any]:
 
 def take_apart(batch: Any) -> tuple[Any, Tensor]:
     """A batch must be `(x, y)`; classes may be integers of any kind."""
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2 or not isinstance(batch[1], Tensor):
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         found = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
         raise BatchError(f"a batch is a {found}, expected (x, y): inputs and a tensor of classes")
     x, y = batch
-    return x, y if y.is_floating_point() or y.is_complex() else y.long()
+    if not isinstance(y, Tensor):
+        raise BatchError(f"y is a {type(y).__name__}, expected a tensor of classes, one a row: pass torch.as_tensor(y)")
+    return x, to_classes(y)
+
+
+def to_classes(y: Tensor) -> Tensor:
+    """Integers of any kind as one kind; what is none stays as it is, to be refused."""
+    return y if y.is_floating_point() or y.is_complex() else y.long()
+
+
+def count_classes(y: Tensor) -> int:
+    """As many as the largest tells of."""
+    _check_kind(y)
+    return int(y.max()) + 1
 
 
 def check_classes(y: Tensor, num_classes: int) -> None:
-    if y.dtype != torch.int64 or y.ndim != 1:
-        raise BatchError(
-            f"y is {str(y.dtype).removeprefix('torch.')}{list(y.shape)}, expected one integer class a row: synthetic labels "
-            "are a vector a class, so regression and soft targets have none; train those with ph.Trainer(strategy='relay')"
-        )
+    _check_kind(y)
     if len(y) and not 0 <= int(y.min()) <= int(y.max()) < num_classes:
         raise BatchError(
             f"y has classes from {int(y.min())} to {int(y.max())}, expected 0 to {num_classes - 1}: num_classes is "
             f"{num_classes}"
+        )
+
+
+def _check_kind(y: Tensor) -> None:
+    if y.dtype != torch.int64 or y.ndim != 1:
+        raise BatchError(
+            f"y is {str(y.dtype).removeprefix('torch.')}{list(y.shape)}, expected one integer class a row: synthetic labels "
+            "are a vector a class, so regression and soft targets have none; train those with ph.Trainer(strategy='relay')"
         )

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from packhorse.checkpoint import Entry, write_checkpoint
 from packhorse.errors import BatchError, BudgetError, PackhorseError, StoreError
 from packhorse.graph import Size
-from packhorse.keys import fold
+from packhorse.keys import fold, random_seed
 from packhorse.memory import Memory, PeakWatch
 from packhorse.optimizer import Stepper
 from packhorse.plan import Strategy, find_fingerprint
 from packhorse.precision import Precision
+from packhorse.ranks.shape import Ranks
 from packhorse.ranks.world import alone, find_world
 from packhorse.sil.apart import Tell, await_part, is_mine, run_apart
 from packhorse.sil.choices import (
@@ -30,7 +31,10 @@ from packhorse.sil.choices import (
     check_callable,
     check_choices,
     check_counts,
+    check_device,
+    check_directory,
     check_loader,
+    check_ranks,
     check_rates,
 )
 from packhorse.sil.divide import divide
@@ -85,6 +89,7 @@ class SegmentedTrainer:
         store: str | Path | None = None,
         resume: bool = False,
         device: str | torch.device | None = None,
+        ranks: Ranks | None = None,
         seed: int = 0,
         progress: Callable[[Progress], None] | None = None,
     ):
@@ -92,18 +97,21 @@ class SegmentedTrainer:
 
         `refine`: epochs of each later part on real inputs, after those on made-up ones (mode="parallel"). `noise`: by how many
         of their standard deviations the inputs of later parts are shaken while they train; they never change again, as they
-        would in training end to end, and a part that sees the very same ones every epoch learns them by heart.
+        would in training end to end, and a part that sees the very same ones every epoch learns them by heart. `ranks`: how
+        those of torchrun are arranged when all of them train the joined model (`recover`).
         """
         check_choices(mode, parts, cuts, num_classes, refine, noise, seed)
         check_callable("loss", loss, "of (output, classes)")
         check_callable("scheduler", scheduler, "of (optimizer, steps), that makes one")
         check_callable("progress", progress, "told of every step")
+        if store is not None:
+            check_directory("store", store)
         num_classes = int(num_classes)
         x, y = take_apart(example)
         check_classes(y, num_classes)
         self.model, self.optimizer, self.example = model, optimizer, (x, y)
         self.num_classes, self.mode, self.seed = num_classes, mode, seed
-        self.refine, self.noise = refine, noise
+        self.refine, self.noise = int(refine), noise
         self.loss, self.scheduler, self.progress = loss or mean_cross_entropy, scheduler, progress
         self._options: dict[str, Any] = {
             "strategy": strategy,
@@ -111,7 +119,6 @@ class SegmentedTrainer:
             "precision": precision,
             "memory": memory,
             "device": device,
-            "seed": seed,
         }
         scheme = find_scheme(labels)
         self._scheme = name_scheme(scheme)
@@ -148,8 +155,12 @@ class SegmentedTrainer:
         self._is_meta = any(p.is_meta for p in model.parameters())
         self._keeps = store is not None or self._is_meta or mode == "parallel"  # trained values, in files
         self._world = find_world()
+        check_device(device, mode)  # not before ranks have theirs
+        check_ranks(ranks, 1 if self._world is None else self._world.size)
+        self._ranks = ranks
         self._home = Home(store, self._world)
-        self._fits = self._recoveries = 0  # that this object was asked for
+        self._fits = 0  # that this object was asked for
+        self._recovered: tuple[int, ...] = ()  # likewise: epochs of each training end to end
         self._open(resume)
 
     @property
@@ -159,7 +170,7 @@ class SegmentedTrainer:
     @property
     def is_recovered(self) -> bool:
         """Whether the joined model has been trained end to end, by this process or one before it."""
-        return bool(self._recoveries or self._home.recovered)
+        return bool(self._recovered or self._home.recovered)
 
     # -- the verbs
 
@@ -169,6 +180,7 @@ class SegmentedTrainer:
         What an earlier process has finished is not done again. `only` one part, in this process: on machines that never talk
         each trains its own (mode="parallel"). Brought together in one store, with resume=True, `fit` goes on from there.
         """
+        self._home.check_open()
         counts = check_counts(epochs, self.num_parts, "epochs")
         check_loader(loader)
         if only is not None:
@@ -220,16 +232,17 @@ class SegmentedTrainer:
 
         As with `fit`, the first call after resume=True is the run's first: once it is finished it is not done again.
         """
+        self._home.check_open()
         (epochs,) = check_counts(epochs, 1, "epochs")
         check_loader(loader)
-        number = self._recoveries
+        number, before = len(self._recovered), sum(self._recovered)
         if number < len(self._home.recovered):  # its values were taken up when the run was
             if self._home.recovered[number] != epochs:
                 raise StoreError(
                     f"the joined model was trained for {self._home.recovered[number]} epochs, but {epochs} are asked; give as "
                     "many as it had, or choose another store"
                 )
-            self._recoveries += 1
+            self._recovered += (epochs,)
             return
         place, weights = self._home.recovery(number), None
         if self._is_meta:
@@ -245,17 +258,19 @@ class SegmentedTrainer:
                     join(*self.example),
                     ByLabel(self.loss),
                     place / "store",
+                    self._phase_seed(self.num_parts, number),
                     scheduler=self._schedule(self.optimizer, loaded.count(), epochs),
                     weights=weights,
+                    ranks=self._ranks,
                 )
             )
             tell = self._teller(self.num_parts, "recover", epochs, loaded.count(), self._tell)
-            _run(trainer, lambda epoch: (join(*pair) for pair in loaded.pairs(epoch)), epochs, tell)
+            _run(trainer, lambda epoch: (join(*pair) for pair in loaded.pairs(before + epoch)), epochs, tell)
             if self._keeps:
                 trainer.save(place / "model")
             if trainer.plan.on_disk and not self._is_meta and self._world is None:
                 trainer.load_into(self.model)
-        self._recoveries += 1
+        self._recovered += (epochs,)
         if self._keeps:
             self._home.commit_recovery(epochs)
             if self._world is None or self._world.rank == 0:
@@ -297,6 +312,7 @@ class SegmentedTrainer:
 
     def save(self, directory: str | Path) -> list[Path]:
         """Writes the joined model as safetensors under its own names. Of several ranks all have to call it; one writes."""
+        check_directory("directory", directory)
         if self._world is None:
             return self._write(directory)
         found: list[Path] | PackhorseError = []
@@ -386,7 +402,13 @@ class SegmentedTrainer:
         with (
             alone(),  # other ranks train other parts
             self._make_trainer(
-                part, optimizer, self._example(part), loss, place / "store", scheduler=schedule
+                part,
+                optimizer,
+                self._example(part),
+                loss,
+                place / "store",
+                self._phase_seed(i, number),
+                scheduler=schedule,
             ) as trainer,
         ):
             standing.on_disk = trainer.plan.on_disk
@@ -455,6 +477,10 @@ class SegmentedTrainer:
     def _seed(self, i: int) -> int:
         return fold(self.seed * 1009 + i)
 
+    def _phase_seed(self, i: int, number: int) -> int:
+        """Of what is random inside, such as dropout: another for each part, and each time it is trained."""
+        return fold(random_seed(self.seed, number, "part", i))
+
     def _make_part(self, i: int) -> Part:
         """The part with its values: the model's own, or, of a model without any, those in files, or first ones."""
         part = Part(self.division, i)
@@ -492,10 +518,17 @@ class SegmentedTrainer:
         return self.scheduler(optimizer, count * epochs)
 
     def _make_trainer(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, example: Any, loss: Any, store: Path, **more: Any
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        example: Any,
+        loss: Any,
+        store: Path,
+        seed: int,
+        **more: Any,
     ) -> Trainer:
         """In RAM if it fits the budget, else on disk, where there is one."""
-        make = partial(Trainer, model, optimizer, example, loss=loss, **self._options, **more)
+        make = partial(Trainer, model, optimizer, example, loss=loss, seed=seed, **self._options, **more)
         if not self._home.lasts:
             return make()
         if self._options["strategy"] == "relay" or store.exists():
@@ -528,7 +561,7 @@ class SegmentedTrainer:
                 stack.enter_context(alone())
                 trainer = stack.enter_context(
                     self._make_trainer(
-                        part, plain, self._example(part), loss, scratch / "store", weights=self._latest(i)
+                        part, plain, self._example(part), loss, scratch / "store", self.seed, weights=self._latest(i)
                     )
                 )
                 yield lambda columns: trainer.predict(_without_label(role.bind(columns)))
@@ -614,7 +647,7 @@ class SegmentedTrainer:
         return Standing(
             segment.modules,
             sum(torch.Size(graph.parameters[name].shape).numel() for name in segment.parameters),
-            PROCESS + self.division.planned[i],
+            PROCESS + self.division.needs[i].planned,
             3 * segment.flops / self._rows,
             crossing,
         )
@@ -659,9 +692,13 @@ def _run(
 def _hyper_parameters_stay(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """What a schedule makes of them is not what is trained with next."""
     before = [dict(group) for group in optimizer.param_groups]
+    tensors = [value for group in before for value in group.values() if isinstance(value, Tensor)]
+    filled = [value.clone() for value in tensors]  # a schedule changes them in place
     try:
         yield
     finally:
         for group, kept in zip(optimizer.param_groups, before, strict=True):
             group.clear()
             group.update(kept)
+        for value, content in zip(tensors, filled, strict=True):
+            value.copy_(content)
