@@ -261,7 +261,8 @@ class Case:
         if self.rehearsed.update is None or not machine.is_here:
             return price_update(block, machine)
         element, piece = self.rehearsed.update
-        return PASSES[block.whole] * block.numel * element + self._count_pieces(block) * (piece + PIECE)
+        checked = summed_bytes(block) / machine.bandwidth["host"]  # whether its gradient is finite
+        return PASSES[block.whole] * block.numel * element + self._count_pieces(block) * (piece + PIECE) + checked
 
     def _count_pieces(self, block: Block) -> int:
         """Tensors, or tiles of those that may be cut, that are stepped by themselves."""

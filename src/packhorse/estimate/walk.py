@@ -22,6 +22,8 @@ from packhorse.schedule import Action
 from packhorse.store import MASTER, WORKING, Block
 
 SPLITTING = 1e-4  # seconds for each parameter of a backward in two halves: each starts the engine once more
+HANDLING = 1.5e-4  # seconds of Python around each run of a segment, which only a device that works ahead hides
+BEGINNING = 2e-4  # likewise, to cut a gradient into pieces of a sum, and to begin one of them
 KEPT = "kept by malloc and kernels"  # a kind of host memory, on machines without accelerator
 
 Mail = dict[Hashable, float]  # what ranks send each other -> when it is there
@@ -139,7 +141,8 @@ class Walk:
             self.tally.drop_idle()
         self.running = segment
         arrived = max(self.arrivals.pop((kind, s, k), 0.0) for kind in ("value", "gradient", "mail"))
-        self.lanes.compute(max(self.ready[s], arrived), seconds * self.choices.times)
+        handling = HANDLING if self.lanes.on_cpu else 0.0
+        self.lanes.compute(max(self.ready[s], arrived), (seconds + handling) * self.choices.times)
 
     def _f(self, s: int, k: int) -> None:
         footprint = self.case.footprint(s, self.choices.rows)
@@ -377,11 +380,13 @@ class Walk:
         """A number."""
 
     def _reduce(self, s: int, _: None) -> None:
+        self._begin_sums()
         if self.pieces[s]:
             self.unsummed[s] = self.pieces[s]
 
     def _sum(self, s: int, _: int) -> None:
         """An equal part of what the segment has to sum; with the last of them its update can begin."""
+        self._begin_sums()
         blocks = self.case.summed_at(s)
         nbytes = master_bytes if self.case.layout.shards else summed_bytes
         ring = self._share_of_others(sum(nbytes(b) for b in blocks))
@@ -395,6 +400,10 @@ class Walk:
             if s in self.held:
                 self.held.remove(s)
                 self._update(s, None)
+
+    def _begin_sums(self) -> None:
+        if self.lanes.on_cpu:
+            self.lanes.debt += BEGINNING
 
     def _pass(self, s: int, _: None) -> None:
         for tie in self._links.passes[s]:

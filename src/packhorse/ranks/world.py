@@ -29,6 +29,7 @@ PROBE = 2 << 20  # bytes, to see how fast ranks talk
 PINGS = 5
 TOIL = 0.5  # seconds of sums beside compute, to see how much they keep it from
 MOST_TOILS = 9
+TOILED = 4 << 20  # elements that compute goes through: more than a cache holds
 PATIENCE = "PACKHORSE_PATIENCE"  # in the environment: seconds that a rank waits for another
 
 # torch 2.13 renames them, and warns of the old names, which are all that 2.9 has
@@ -160,23 +161,23 @@ class World:
 
     def _time_lost(self, seconds: float, times: int) -> float:
         """By how much a core that computes is late while a sum passes, which takes so long: what the system does for a
-        network no process is charged with."""
-        tensor, matrix, lost = torch.zeros(PROBE // 4, device=_find_device_type()), torch.ones(192, 192), []
+        network no process is charged with. What goes through memory, as most of a step does, is late most."""
+        tensor, values, lost = torch.zeros(PROBE // 4, device=_find_device_type()), torch.zeros(TOILED), []
 
         def toil(goes_on: Callable[[float], bool]) -> tuple[int, float]:
-            started, products = time.perf_counter(), 0
+            started, turns = time.perf_counter(), 0
             while goes_on(time.perf_counter() - started):
-                matrix @ matrix
-                products += 1
-            return products, time.perf_counter() - started
+                values.add_(1.0)
+                turns += 1
+            return turns, time.perf_counter() - started
 
         for _ in range(times):
             alone, taken = toil(lambda passed: passed < seconds)
             with self._told():
                 work = dist.all_reduce(tensor, async_op=True)
-                products, passed = toil(lambda _, work=work: not work.is_completed())  # type: ignore[misc]
+                turns, passed = toil(lambda _, work=work: not work.is_completed())  # type: ignore[misc]
                 work.wait()
-            lost.append(passed - products * taken / max(alone, 1))
+            lost.append(passed - turns * taken / max(alone, 1))
         return statistics.median(lost)
 
     # -- along the pipeline
