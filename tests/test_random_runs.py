@@ -128,6 +128,36 @@ def test_stages_with_skips_buffers_and_ties(make: Any, ranks: ph.Ranks) -> None:
         assert_same(found, expected)
 
 
+class Mirror(nn.Module):
+    """What is made first is read last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = (nn.ModuleList(nn.Linear(64, 64) for _ in range(10)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = []
+        for layer in self.down:
+            x = torch.tanh(layer(x))
+            kept.append(x)
+        for layer in self.up:
+            x = torch.tanh(layer(x)) + kept.pop()
+        return x
+
+
+def test_a_streamed_stage_sends_much_that_is_not_read_yet() -> None:
+    """Eighty messages before the other rank can begin, which reads the last of them first."""
+
+    def work(ranks: ph.Ranks | None) -> dict[str, Any]:
+        torch.manual_seed(0)
+        batches = [(torch.randn(16, 64), torch.randn(16, 64)) for _ in range(3)]
+        return train(Mirror(), batches, squares, "resident" if ranks is None else "pipeline", 8, ranks=ranks)
+
+    expected = work(None)
+    for found in run_ranks(2, lambda rank: work(ph.Ranks(pipeline=2, group=8))):
+        assert_same(found, expected)
+
+
 @pytest.mark.parametrize("strategy", ["relay", "resident", "pipeline"])
 def test_microbatches_that_do_not_divide_the_rows(strategy: str) -> None:
     """Asked for five of twelve rows there are four; each rank has an odd one, or the only one."""

@@ -33,7 +33,9 @@ class Exchange:
 
     def __init__(self, executor: Executor, world: World, links: Links, pool: Pool):
         self.executor, self.world, self.links = executor, world, links
-        self.post = Post(world, executor.device)
+        self.post = Post(
+            world, executor.device, sum(len(ties) for ties in (*links.passes.values(), *links.tells.values()))
+        )
         self.gathering = Gathering(world, executor.store, pool) if executor.layout.shards else None
         self._waiting = Lane("packhorse-post", 1)  # for what no future tells of: it comes in the order of the lists
         self._summing = Lane("packhorse-sums", 1)  # in order, as they are made
@@ -200,6 +202,7 @@ class Exchange:
 
         Running statistics from nothing: what this rank adds is then independent of what others did before."""
         self.losses = None
+        self.post.begin(len(task.microbatches))
         if self.executor.layout.shards:
             self.world.settle()
         task.buffers.update({n: torch.zeros_like(b) for n, b in task.buffers.items() if n in self._momenta})

@@ -1,7 +1,8 @@
 """The post: values and gradients on their way between the stages of a pipeline.
 
 In: tensors by name. Out: on the other rank the same, to wait for. A message is one run of bytes; what is sent is copied, so
-nobody waits for a send but the next that would be one too many.
+nobody waits for a send. Copies go when what was sent so many microbatches before must have been received: to wait for one that
+is read later than what this rank has yet to send would be to wait for ever.
 """
 
 import threading
@@ -17,7 +18,6 @@ from packhorse.ranks.parcel import Parcel
 from packhorse.ranks.traffic import Traffic
 from packhorse.ranks.world import Work, World
 
-MOST_SENT = 16  # messages under way, of which the first is waited for before another is sent
 MOST_MICROBATCHES = 1 << 14
 BLOCKS = 1 << 30  # tags from here on are those of blocks
 
@@ -52,16 +52,33 @@ class Incoming:
 
 
 class Post:
-    def __init__(self, world: World, device: Device):
-        self.world, self.device = world, device
-        self._sent: deque[Work] = deque()
-        self._lock = threading.Lock()  # updates are sent from a thread of their own
+    def __init__(self, world: World, device: Device, num_blocks: int):
+        """`num_blocks` are sent in a step."""
+        self.world, self.device, ranks = world, device, world.ranks
+        under_way = (
+            ranks.chunks * (ranks.pipeline + (ranks.ahead or 0) + 1) * (ranks.group or 1)
+        )  # microbatches, at most
+        self._apart = self._most_apart = 2 * under_way
+        self._begun = self._number = 0  # microbatches before this task, and in it
+        self._sent: dict[bool, deque[tuple[int, Work]]] = {False: deque(), True: deque()}  # by direction
+        self._blocks: deque[Work] = deque()
+        self._most_blocks = 2 * num_blocks
+        self._lock = threading.Lock()  # blocks are sent from a thread of their own
+
+    def begin(self, num_microbatches: int) -> None:
+        """A task of so many."""
+        self._begun += self._number
+        self._number = num_microbatches
+        self._apart = min(self._most_apart, 2 * num_microbatches)
 
     def send(self, traffic: Traffic, number: int, k: int, rows: int, tensors: Mapping[str, Any]) -> None:
         message = traffic.messages[number]
         buffer = self._pack(traffic.parcel(number, rows), tensors)
         place = traffic.owners[message.receiver]
-        self._keep(self.world.send(buffer, place, _tag(number, k), backward=message.backward))
+        sent, now = self._sent[message.backward], self._begun + k
+        sent.append((now, self.world.send(buffer, place, _tag(number, k), backward=message.backward)))
+        while sent[0][0] <= now - self._apart:
+            sent.popleft()[1].wait()
 
     def receive(self, traffic: Traffic, number: int, k: int, rows: int) -> Incoming:
         message = traffic.messages[number]
@@ -73,16 +90,23 @@ class Post:
 
     def send_flat(self, flat: Tensor, place: int, number: int, *, backward: bool) -> None:
         """All of a block, whose size both sides know."""
-        self._keep(self.world.send(flat.contiguous(), place, BLOCKS + number, backward=backward))
+        work = self.world.send(flat.contiguous(), place, BLOCKS + number, backward=backward)
+        with self._lock:
+            self._blocks.append(work)
+            while len(self._blocks) > self._most_blocks:
+                self._blocks.popleft().wait()
 
     def receive_flat(self, flat: Tensor, place: int, number: int, *, backward: bool) -> Work:
         return self.world.receive(flat, place, BLOCKS + number, backward=backward)
 
     def finish(self) -> None:
         """Waits until all that was sent has been received."""
+        for sent in self._sent.values():
+            while sent:
+                sent.popleft()[1].wait()
         with self._lock:
-            while self._sent:
-                self._sent.popleft().wait()
+            while self._blocks:
+                self._blocks.popleft().wait()
 
     def _pack(self, parcel: Parcel, tensors: Mapping[str, Any]) -> Tensor:
         buffer = self._make(parcel)
@@ -91,12 +115,6 @@ class Post:
 
     def _make(self, parcel: Parcel) -> Tensor:
         return torch.empty(parcel.nbytes, dtype=torch.uint8, device=self.device.name)
-
-    def _keep(self, work: Work) -> None:
-        with self._lock:
-            self._sent.append(work)
-            while len(self._sent) > MOST_SENT:
-                self._sent.popleft().wait()
 
 
 def _tag(number: int, k: int) -> int:
