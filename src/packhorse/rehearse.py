@@ -27,7 +27,7 @@ from packhorse.device import find_device
 from packhorse.gradient import Gradient
 from packhorse.graph import Graph, Size
 from packhorse.graph.graph import Type
-from packhorse.memory import Heap, Ledger, PeakWatch, Pool, settle
+from packhorse.memory import Heap, Ledger, PeakWatch, Pool, find_heap, settle, take_huge_pages
 from packhorse.partition import Segment
 from packhorse.price import Price
 from packhorse.running import Running
@@ -66,7 +66,7 @@ class Invitation:
     resident: bool
 
     def follow(self, graph: Graph, device: str) -> None:
-        rehearse([Segment(graph, *place) for place in self.places], self.rows, self.resident, device)
+        rehearse([Segment(graph, *place) for place in self.places], self.rows, self.resident, device, stays=True)
 
 
 @dataclass
@@ -98,7 +98,9 @@ class Rehearsed:
         chosen = _choose(likely, resident, room)
         if self.tell is not None:
             self.tell(Invitation([(s.index, s.start, s.stop) for s in (e.segment for e in chosen)], rows, resident))
-        prices, grown = rehearse([entry.segment for entry in chosen], rows, resident, device)
+        prices, grown = rehearse(
+            [entry.segment for entry in chosen], rows, resident, device, stays=self.tell is not None
+        )
         ran = [(entry, price) for entry, price in zip(chosen, prices, strict=True) if price is not None]
         forward, backward = _average(ran), _average(ran[::-1])
         for entry, _ in ran:
@@ -181,8 +183,10 @@ def _add_up(chosen: Sequence[Likely], resident: bool) -> int:
 Outcome = tuple[list[Price | None], int | None]
 
 
-def rehearse(segments: Sequence[Segment], rows: int, resident: bool, device: str) -> Outcome:
+def rehearse(segments: Sequence[Segment], rows: int, resident: bool, device: str, *, stays: bool = False) -> Outcome:
     """Runs segments of one graph, one after another: their prices, and the bytes by which the process grew.
+
+    `stays`: freed memory is never given back, as by ranks without a budget.
 
     None for what does not run on made-up values, or cannot be told.
     """
@@ -190,7 +194,15 @@ def rehearse(segments: Sequence[Segment], rows: int, resident: bool, device: str
     nothing: Outcome = ([None] * len(segments), None)
     if graph.blocks:
         return nothing  # modules of the user's, which only this process has
-    task = (graph, [(s.index, s.start, s.stop) for s in segments], rows, resident, device, torch.get_num_threads())
+    task = (
+        graph,
+        [(s.index, s.start, s.stop) for s in segments],
+        rows,
+        resident,
+        device,
+        torch.get_num_threads(),
+        stays,
+    )
     command = [sys.executable, "-m", "packhorse.rehearse"]
     done = subprocess.run(command, input=pickle.dumps(task), capture_output=True)
     try:
@@ -316,7 +328,7 @@ def _repeat(pattern: Tensor, flat: Tensor) -> None:
     flat[whole:].copy_(pattern[: flat.numel() - whole])
 
 
-def run(segments: Sequence[Segment], rows: int, resident: bool, device: torch.device) -> Outcome:
+def run(segments: Sequence[Segment], rows: int, resident: bool, device: torch.device, stays: bool = False) -> Outcome:
     """One microbatch to warm up, then rounds of a few, in the order in which a step takes them."""
     heap = Heap(Ledger(), keeps=resident, ceiling=None if resident else 0)
     running, pool = Running(heap, lambda *_: None), Pool(Ledger())
@@ -337,7 +349,10 @@ def run(segments: Sequence[Segment], rows: int, resident: bool, device: torch.de
             company.each(partial(_train, microbatches), backwards=True)
         company.each(_Play.forget_sums)
 
+    begun_at = find_heap()[1]
     take(1)
+    if stays and resident:
+        take_huge_pages(begun_at)
     company.each(lambda play: play.seconds.clear())
     started = time.perf_counter()
     for _ in range(ROUNDS):
@@ -382,9 +397,9 @@ class _Company:
 def main() -> None:
     with suppress(OSError):  # where memory runs out, this process is the one to go
         Path("/proc/self/oom_score_adj").write_text("1000")
-    graph, ranges, rows, resident, device, threads = pickle.load(sys.stdin.buffer)
+    graph, ranges, rows, resident, device, threads, stays = pickle.load(sys.stdin.buffer)
     torch.set_num_threads(threads)
-    print(json.dumps(run([Segment(graph, *place) for place in ranges], rows, resident, torch.device(device))))
+    print(json.dumps(run([Segment(graph, *place) for place in ranges], rows, resident, torch.device(device), stays)))
 
 
 if __name__ == "__main__":
