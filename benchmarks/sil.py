@@ -237,7 +237,7 @@ def summarise(results: dict[str, Any]) -> dict[str, Any]:
 # -- memory and wall time
 
 
-def grow(where: dict[str, Any], part: int | None, steps: int) -> dict[str, Any]:
+def grow(times: int, where: dict[str, Any], part: int | None, steps: int) -> dict[str, Any]:
     """Trains one part of the wide net, or all of it conventionally; by how much the process grew beyond what it had before."""
     import torch
 
@@ -268,14 +268,14 @@ def grow(where: dict[str, Any], part: int | None, steps: int) -> dict[str, Any]:
 
     if part is None:  # the small net first: what a process loads when it trains at all is none of the model's
         train_whole(make_mlp())
-        model = make_mlp(10)
+        model = make_mlp(times)
         release()
         base = resident_bytes() - sum(p.nbytes for p in model.parameters())
         train_whole(model)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return {"grown_mb": round((peak - base) / 1e6, 1), "parameters": sum(p.numel() for p in model.parameters())}
     train_part(make_mlp(1, "meta"), {"cuts": TWO}, 1)
-    base, trainer = train_part(make_mlp(10, "meta"), where, part)
+    base, trainer = train_part(make_mlp(times, "meta"), where, part)
     planned, whole = trainer.standings[part].planned_bytes, trainer.describe()["conventional"]["planned_bytes"]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
@@ -294,7 +294,7 @@ def in_child(work: Any, *arguments: Any) -> Any:
 
 def measure_memory(options: argparse.Namespace) -> dict[str, Any]:
     """Ten times wider, other layers are the large ones: beside the cuts of the small net there are those for memory."""
-    runs = [in_child(grow, {}, None, STEPS) for _ in range(ROUNDS)]
+    runs = [in_child(grow, options.times, {}, None, STEPS) for _ in range(ROUNDS)]
     whole = {**runs[0], "grown_mb": statistics.median(run["grown_mb"] for run in runs)}
     results: dict[str, Any] = {"conventional": whole}
     for title, parts, where in (
@@ -304,7 +304,7 @@ def measure_memory(options: argparse.Namespace) -> dict[str, Any]:
         ("six parts", 6, {"cuts": SIX}),
     ):
         for part in range(parts):
-            runs = [in_child(grow, where, part, STEPS) for _ in range(ROUNDS)]
+            runs = [in_child(grow, options.times, where, part, STEPS) for _ in range(ROUNDS)]
             found = {**runs[0], "grown_mb": statistics.median(run["grown_mb"] for run in runs)}
             found["measured ratio"] = round(found["grown_mb"] / whole["grown_mb"], 3)
             results.setdefault(title, {})[f"part {part}"] = found
@@ -340,6 +340,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--times", type=int, default=10, help="as wide as the net, where memory is measured")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--only", nargs="*", help="ways, by name")
     parser.add_argument("--further", action="store_true", help="runs that the result file does not have yet")

@@ -85,7 +85,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Rehearsals that take a second each way, without running: how many kinds were asked for, at how many rows."""
     asked: list[tuple[int, int]] = []
 
-    def answer(segments: Any, rows: int, resident: bool, device: str) -> Any:
+    def answer(segments: Any, rows: int, resident: bool, device: str, stays: bool = False) -> Any:
         asked.append((len(segments), rows))
         return [Price(1.0, 1.0, 1.0, 1.0)] * len(segments), 1 << 30
 
@@ -116,7 +116,7 @@ def test_layer_to_layer_two_of_a_kind_stand_for_all(graph: ph.Graph, asked: list
 def test_where_there_is_no_room_for_all_what_malloc_keeps_grows_with_them(
     graph: ph.Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def answer(segments: Any, *_: Any) -> Any:
+    def answer(segments: Any, *_: Any, **__: Any) -> Any:
         return [Price(1.0, 1.0, 1.0, 1.0)] * len(segments), 300 * len(segments)
 
     monkeypatch.setattr(rehearse, "rehearse", answer)
@@ -255,7 +255,9 @@ def test_of_twins_the_one_that_ran_last_in_each_direction_counts(
     graph: ph.Graph, monkeypatch: pytest.MonkeyPatch, resident: bool, expected: Price
 ) -> None:
     """Backward goes the other way round, and with it what is computed again."""
-    monkeypatch.setattr(rehearse, "rehearse", lambda *_: ([Price(1.0, 1.0, 1.0, 1.0), Price(2.0, 2.0, 2.0, 2.0)], 0))
+    monkeypatch.setattr(
+        rehearse, "rehearse", lambda *_, **__: ([Price(1.0, 1.0, 1.0, 1.0), Price(2.0, 2.0, 2.0, 2.0)], 0)
+    )
     rehearsed = Rehearsed()
     twins = [rehearse.Likely("block", s, Price(3.0, 3.0, 3.0, 3.0), 0, 0, 0, 0) for s in partition(graph).segments[1:3]]
     assert rehearsed.learn(twins, 2, resident, "cpu", room=0)
