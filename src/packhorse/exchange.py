@@ -25,7 +25,7 @@ from packhorse.ranks.traffic import Traffic
 from packhorse.ranks.world import Work, World
 from packhorse.schedule import Action
 from packhorse.store import MASTER, Block
-from packhorse.store.lane import URGENT, Lane
+from packhorse.store.lane import URGENT, Lane, pass_on
 
 
 class Exchange:
@@ -179,8 +179,9 @@ class Exchange:
     def _sum_piece(self, summing: "Sums", part: Tensor) -> None:
         work = self.world.sum(part)
         summing.works.append(work)
-        if self.executor.device.name == "cpu":
-            self._summing.submit(work.wait).add_done_callback(summing.count)
+        if self.executor.device.name == "cpu" and len(summing.works) == summing.pieces:
+            # once for all: each time that a thread wakes up it takes the core from compute
+            self._summing.submit(summing.wait).add_done_callback(partial(pass_on, summing.done))
         if not self.executor.overlap:
             work.wait()
 
@@ -305,19 +306,9 @@ class Sums:
     """Of a gradient, piece by piece: over when all of them are."""
 
     def __init__(self, pieces: int):
-        self.works: list[Work] = []
-        self.done: Future[None] = Future()
-        self._left = pieces
-
-    def count(self, piece: "Future[None]") -> None:
-        """One more is over; called by the thread that waits for them, one after another."""
-        self._left -= 1
-        if self.done.done():
-            return
-        if piece.exception() is not None:
-            self.done.set_exception(piece.exception())
-        elif not self._left:
-            self.done.set_result(None)
+        self.pieces = pieces
+        self.works: list[Work] = []  # those that are begun
+        self.done: Future[None] = Future()  # on machines without accelerator; elsewhere streams wait
 
     def wait(self) -> None:
         for work in self.works:

@@ -172,9 +172,8 @@ class Gradient:
         if len(slots) == 1:
             return self.tensors[slots[0].name]
         whole = torch.cat([self.tensors[slot.name] for slot in slots])
-        self.tensors.update(
-            zip((slot.name for slot in slots), whole.split([slot.numel for slot in slots]), strict=True)
-        )
+        views = whole.split_with_sizes([slot.numel for slot in slots])  # `split` asks a good deal before, in Python
+        self.tensors.update(zip((slot.name for slot in slots), views, strict=True))
         return whole
 
     def bring_home(self) -> None:

@@ -104,12 +104,13 @@ class World:
         )
         self._sums = mesh.get_group("data")
         self._ways = {False: mesh.get_group("pipeline")}
-        for replica in range(ranks.data):  # every rank has to make every group
+        # Every rank has to make every group. One without others is left out: its thread would wake up a hundred times a second.
+        for replica in range(ranks.data if ranks.pipeline > 1 else 0):
             members = list(range(replica * ranks.pipeline, (replica + 1) * ranks.pipeline))
             group = dist.new_group(members, timeout=timedelta(seconds=self.patience))
             if replica == self.replica:
                 self._ways[True] = group  # messages that go back have a way of their own
-        for place in range(ranks.pipeline):
+        for place in range(ranks.pipeline if ranks.data > 1 else 0):
             members = list(range(place, ranks.size, ranks.pipeline))
             wait = timedelta(seconds=self.patience)
             groups = dist.new_group(members, timeout=wait), dist.new_group(members, backend="gloo", timeout=wait)
