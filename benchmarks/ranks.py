@@ -40,9 +40,9 @@ Job = dict[str, Any]
 
 
 def make_images(name: str) -> tuple[Callable[[], Any], Any, Any]:
-    """(a model, a batch of both ranks, a loss): half a second or more a step, so that links above 1 Gbit/s are not asked for.
+    """(a model, a batch of both ranks, a loss): half a second or more a step, so that messages take a share of it on slow links.
 
-    There copying between sockets is work for the cores that compute.
+    Above 1 or 2 Gbit/s copying between sockets is work for the cores that compute.
     """
     import torch
 
@@ -54,7 +54,7 @@ def make_images(name: str) -> tuple[Callable[[], Any], Any, Any]:
         "vgg16": lambda: models.VGG16(100, width=0.2),
         "resnet50": lambda: models.ResNet50(100, width=0.5),
     }[name]
-    size, rows = {"alexnet": (224, 128), "vgg16": (128, 48), "resnet50": (160, 32)}[name]
+    size, rows = {"alexnet": (224, 256), "vgg16": (128, 48), "resnet50": (160, 32)}[name]
     torch.manual_seed(1)
     return make, (torch.randn(rows, 3, size, size), torch.randint(100, (rows,))), classify
 

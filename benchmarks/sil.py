@@ -2,6 +2,7 @@
 
     python benchmarks/sil.py emnist    # EMNIST Letters: 2, 3 and 6 parts, labels, kappa, processes at once; accuracy by seed
     python benchmarks/sil.py memory    # a net ten times wider: peak memory of each part's process against conventional
+    python benchmarks/sil.py memory --net convolutions    # or transformer: likewise
     python benchmarks/sil.py wall      # two parts at once on two cores against conventional on one and on two: seconds
     python benchmarks/sil.py cifar --epochs 2    # CIFAR-10 (JPEG; needs Pillow), a convolutional net
     python benchmarks/sil.py sst2 --epochs 1     # SST-2, a small transformer
@@ -37,7 +38,7 @@ class Way:
 TWO, MEMORY, THREE = ("layers.2",), ("layers.0",), ("layers.0", "layers.1")
 SIX = tuple(f"layers.{i}" for i in range(5))
 LENGTH = 32  # word pieces of a sentence
-ROUNDS, STEPS = 3, 8  # processes, and steps of each, where memory is measured
+ROUNDS, STEPS = 5, 8  # processes, and steps of each, where memory is measured
 
 EMNIST: dict[str, Way] = {
     "conventional": Way(),
@@ -79,27 +80,31 @@ def make_convolutions() -> Any:
     """Six convolutions, small enough for many runs, and a linear layer: 10 classes of 32 x 32 images."""
     from torch import nn
 
-    def block(a: int, b: int, stride: int) -> Any:
-        return nn.Sequential(nn.Conv2d(a, b, 3, stride, 1, bias=False), nn.BatchNorm2d(b), nn.ReLU())
-
     widths = [(3, 32, 2), (32, 32, 1), (32, 64, 2), (64, 64, 1), (64, 128, 2), (128, 128, 1)]
-    return nn.Sequential(*(block(*w) for w in widths), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(512, 10))
+    return nn.Sequential(*(make_block(*w) for w in widths), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(512, 10))
 
 
-def make_transformer(vocabulary: int) -> Any:
+def make_block(a: int, b: int, stride: int) -> Any:
+    from torch import nn
+
+    return nn.Sequential(nn.Conv2d(a, b, 3, stride, 1, bias=False), nn.BatchNorm2d(b), nn.ReLU())
+
+
+def make_transformer(vocabulary: int, width: int = 64, layers: int = 4, classes: int = 2) -> Any:
     import torch
     from torch import Tensor, nn
 
     class Transformer(nn.Module):
-        """Four layers of width 64; padding takes no part."""
+        """Padding takes no part."""
 
         def __init__(self) -> None:
             super().__init__()
-            self.words, self.places = nn.Embedding(vocabulary, 64), nn.Parameter(0.02 * torch.randn(LENGTH, 64))
+            self.words, self.places = nn.Embedding(vocabulary, width), nn.Parameter(0.02 * torch.randn(LENGTH, width))
             self.blocks = nn.ModuleList(
-                nn.TransformerEncoderLayer(64, 4, 128, 0.1, batch_first=True, norm_first=True) for _ in range(4)
+                nn.TransformerEncoderLayer(width, 4, 2 * width, 0.1, batch_first=True, norm_first=True)
+                for _ in range(layers)
             )
-            self.head = nn.Linear(64, 2)
+            self.head = nn.Linear(width, classes)
 
         def forward(self, tokens: Tensor) -> Tensor:
             padding = tokens == 0
@@ -237,8 +242,51 @@ def summarise(results: dict[str, Any]) -> dict[str, Any]:
 # -- memory and wall time
 
 
-def grow(times: int, where: dict[str, Any], part: int | None, steps: int) -> dict[str, Any]:
-    """Trains one part of the wide net, or all of it conventionally; by how much the process grew beyond what it had before."""
+@dataclass(frozen=True)
+class Net:
+    """What is trained where memory is measured; a small one of its kind first, for what a process loads once."""
+
+    name: str
+    times: int  # as wide as the net of the paper
+
+    @property
+    def classes(self) -> int:
+        return 26 if self.name == "mlp" else 10
+
+    def make(self, device: str = "cpu", *, small: bool = False) -> Any:
+        import torch
+        from torch import nn
+
+        if self.name == "mlp":
+            return make_mlp(1 if small else self.times, device)
+        with torch.device(device):
+            if self.name == "transformer":
+                return make_transformer(8000, 64, 2, 10) if small else make_transformer(8000, 512, 6, 10)
+            if small:
+                return make_convolutions()
+            widths = [
+                (3, 64, 1),
+                (64, 64, 1),
+                (64, 128, 2),
+                (128, 128, 1),
+                (128, 256, 2),
+                (256, 512, 1),
+                (512, 1024, 2),
+            ]
+            blocks = (make_block(*w) for w in widths)
+            return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4096, 10))
+
+    def make_batch(self) -> tuple[Any, Any]:
+        import torch
+
+        rows = {"mlp": 256, "convolutions": 128, "transformer": 64}[self.name]
+        shape = {"mlp": (784,), "convolutions": (3, 32, 32), "transformer": (LENGTH,)}[self.name]
+        x = torch.randint(1, 8000, (rows, *shape)) if self.name == "transformer" else torch.randn(rows, *shape)
+        return x, torch.randint(self.classes, (rows,))
+
+
+def grow(net: Net, where: dict[str, Any], part: int | None, steps: int) -> dict[str, Any]:
+    """Trains one part of a wide net, or all of it conventionally; by how much the process grew beyond what it had before."""
     import torch
 
     torch.set_num_threads(1)
@@ -246,8 +294,7 @@ def grow(times: int, where: dict[str, Any], part: int | None, steps: int) -> dic
     from packhorse.data import Labelled
     from packhorse.memory import release, resident_bytes
 
-    rows = 256
-    x, y = torch.randn(rows, 784), torch.randint(26, (rows,))
+    x, y = net.make_batch()
 
     def train_whole(model: Any) -> None:
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -259,23 +306,23 @@ def grow(times: int, where: dict[str, Any], part: int | None, steps: int) -> dic
     def train_part(model: Any, where: dict[str, Any], part: int) -> tuple[int, Any]:
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
         with ph.SegmentedTrainer(
-            model, optimizer, (x, y), num_classes=26, labels="hadamard", mode="parallel", **where
+            model, optimizer, (x, y), num_classes=net.classes, labels="hadamard", mode="parallel", **where
         ) as trainer:
             release()  # or a part would find what the small net has left
             base = resident_bytes()
-            trainer.fit(Labelled(x, y, rows, seed=0), steps, only=part)
+            trainer.fit(Labelled(x, y, len(y), seed=0), steps, only=part)
         return base, trainer
 
     if part is None:  # the small net first: what a process loads when it trains at all is none of the model's
-        train_whole(make_mlp())
-        model = make_mlp(times)
+        train_whole(net.make(small=True))
+        model = net.make()
         release()
         base = resident_bytes() - sum(p.nbytes for p in model.parameters())
         train_whole(model)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return {"grown_mb": round((peak - base) / 1e6, 1), "parameters": sum(p.numel() for p in model.parameters())}
-    train_part(make_mlp(1, "meta"), {"cuts": TWO}, 1)
-    base, trainer = train_part(make_mlp(times, "meta"), where, part)
+    train_part(net.make("meta", small=True), {"parts": 2}, 1)
+    base, trainer = train_part(net.make("meta"), where, part)
     planned, whole = trainer.standings[part].planned_bytes, trainer.describe()["conventional"]["planned_bytes"]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
@@ -294,17 +341,19 @@ def in_child(work: Any, *arguments: Any) -> Any:
 
 def measure_memory(options: argparse.Namespace) -> dict[str, Any]:
     """Ten times wider, other layers are the large ones: beside the cuts of the small net there are those for memory."""
-    runs = [in_child(grow, options.times, {}, None, STEPS) for _ in range(ROUNDS)]
+    net = Net(options.net, options.times)
+    runs = [in_child(grow, net, {}, None, STEPS) for _ in range(ROUNDS)]
     whole = {**runs[0], "grown_mb": statistics.median(run["grown_mb"] for run in runs)}
     results: dict[str, Any] = {"conventional": whole}
-    for title, parts, where in (
-        ("two parts, cut 3", 2, {"cuts": TWO}),
+    ways: list[tuple[str, int, dict[str, Any]]] = [
         ("two parts for memory", 2, {"parts": 2}),
         ("three parts for memory", 3, {"parts": 3}),
-        ("six parts", 6, {"cuts": SIX}),
-    ):
+    ]
+    if net.name == "mlp":
+        ways = [("two parts, cut 3", 2, {"cuts": TWO}), *ways, ("six parts", 6, {"cuts": SIX})]
+    for title, parts, where in ways:
         for part in range(parts):
-            runs = [in_child(grow, options.times, where, part, STEPS) for _ in range(ROUNDS)]
+            runs = [in_child(grow, net, where, part, STEPS) for _ in range(ROUNDS)]
             found = {**runs[0], "grown_mb": statistics.median(run["grown_mb"] for run in runs)}
             found["measured ratio"] = round(found["grown_mb"] / whole["grown_mb"], 3)
             results.setdefault(title, {})[f"part {part}"] = found
@@ -340,13 +389,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--net", choices=["mlp", "convolutions", "transformer"], default="mlp", help="of which memory")
     parser.add_argument("--times", type=int, default=10, help="as wide as the net, where memory is measured")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--only", nargs="*", help="ways, by name")
     parser.add_argument("--further", action="store_true", help="runs that the result file does not have yet")
     parser.add_argument("--name", help="of the result file")
     options = parser.parse_args()
-    name = options.name or f"sil_{options.question}"
+    net = "" if options.net == "mlp" else f"_{options.net}"
+    name = options.name or f"sil_{options.question}{net}"
     if options.question == "memory":
         save(name, measure_memory(options))
     elif options.question == "wall":
