@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -40,7 +41,7 @@ Job = dict[str, Any]
 
 
 def make_images(name: str) -> tuple[Callable[[], Any], Any, Any]:
-    """(a model, a batch of both ranks, a loss): half a second or more a step, so that messages take a share of it on slow links.
+    """(a model, a batch of both ranks, a loss): half a second or more a step, so that slow links do for any share.
 
     Above 1 or 2 Gbit/s copying between sockets is work for the cores that compute.
     """
@@ -242,6 +243,7 @@ class Contender:
             self.children.append(subprocess.Popen(pinned, env=environment, stdin=pipe, stdout=pipe, text=True))
         self.hear()
         self.steps = max(3, round(TIMED / self.time(1)))
+        self.signal(signal.SIGSTOP)
 
     def hear(self) -> list[Any]:
         """What every rank tells next."""
@@ -261,7 +263,19 @@ class Contender:
             child.stdin.flush()
         return float(max(self.hear()))
 
+    def take_turn(self) -> float:
+        """Seconds of a step. Between turns it stands still, or its threads would wake up a hundred times a second."""
+        self.signal(signal.SIGCONT)
+        seconds = self.time(self.steps)
+        self.signal(signal.SIGSTOP)
+        return seconds
+
+    def signal(self, number: int) -> None:
+        for child in self.children:
+            child.send_signal(number)
+
     def end(self) -> list[dict[str, Any]]:
+        self.signal(signal.SIGCONT)
         for child in self.children:
             assert child.stdin is not None
             child.stdin.close()
@@ -285,7 +299,7 @@ def run(job: Job, mbit: float, size: int = 2, starts: int = 1) -> dict[str, Any]
             contenders = {name: Contender(job, wanted[name], places[name], PORT + i) for i, name in enumerate(wanted)}
             for _ in range(job["repeats"]):
                 for name, contender in contenders.items():
-                    seconds[name].append(round(contender.time(contender.steps), 5))
+                    seconds[name].append(round(contender.take_turn(), 5))
             told = {name: contender.end() for name, contender in contenders.items()}
     return {
         "mbit": round(mbit, 1),

@@ -38,7 +38,7 @@ class Way:
 TWO, MEMORY, THREE = ("layers.2",), ("layers.0",), ("layers.0", "layers.1")
 SIX = tuple(f"layers.{i}" for i in range(5))
 LENGTH = 32  # word pieces of a sentence
-ROUNDS, STEPS = 5, 8  # processes, and steps of each, where memory is measured
+ROUNDS, STEPS = 3, 8  # processes, and steps of each, where memory is measured
 
 EMNIST: dict[str, Way] = {
     "conventional": Way(),

@@ -241,9 +241,10 @@ def _find_conventional_needs(graph: Graph, stepper: Stepper) -> Needs:
     large = [name for name in trained if trained[name] >= LARGEST]
     backward = find_footprint(whole, graph.batch.rows).backward
     kept = max(backward - sum(trained[name] for name in large), step(trained.keys() - set(large)))
-    again = int(GRADIENTS_AGAIN * _gradient_bytes(graph, whole)[0])
     tensors = _state_bytes(whole, stepper) + max(backward, kept + step(large)) + whole.input_nbytes
-    return Needs(tensors, tensors + again)
+    small = _gradient_bytes(graph, whole)[0]
+    others = max(backward + whole.input_nbytes - sum(trained.values()), 0)
+    return Needs(tensors, tensors + int(GRADIENTS_AGAIN * small + OTHERS_AGAIN * others))
 
 
 def _gradient_bytes(graph: Graph, segment: Segment) -> tuple[int, list[int]]:
