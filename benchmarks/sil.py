@@ -106,6 +106,9 @@ def make_transformer(vocabulary: int, width: int = 64, layers: int = 4, classes:
             )
             self.head = nn.Linear(width, classes)
 
+        def reset_parameters(self) -> None:
+            nn.init.normal_(self.places, std=0.02)
+
         def forward(self, tokens: Tensor) -> Tensor:
             padding = tokens == 0
             x = self.words(tokens) + self.places
