@@ -296,11 +296,17 @@ def run(job: Job, mbit: float, size: int = 2, starts: int = 1) -> dict[str, Any]
     for _ in range(starts):
         with shaped(size, mbit) as slow, shaped(size, FREE, 1) as free:
             places = {name: free if name == "unhindered" else slow for name in wanted}
-            contenders = {name: Contender(job, wanted[name], places[name], PORT + i) for i, name in enumerate(wanted)}
-            for _ in range(job["repeats"]):
-                for name, contender in contenders.items():
-                    seconds[name].append(round(contender.take_turn(), 5))
-            told = {name: contender.end() for name, contender in contenders.items()}
+            contenders: dict[str, Contender] = {}
+            try:
+                for i, name in enumerate(wanted):
+                    contenders[name] = Contender(job, wanted[name], places[name], PORT + i)
+                for _ in range(job["repeats"]):
+                    for name, contender in contenders.items():
+                        seconds[name].append(round(contender.take_turn(), 5))
+                told = {name: contender.end() for name, contender in contenders.items()}
+            finally:
+                for contender in contenders.values():  # who stands still would not hear that this process has ended
+                    contender.signal(signal.SIGCONT)
     return {
         "mbit": round(mbit, 1),
         "median seconds": {name: statistics.median(taken) for name, taken in seconds.items()},
@@ -553,6 +559,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.question == "work":
         work(json.loads(options.job))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))
     options.name = options.name or f"ranks_{options.question}"
     results = load(options.name) if options.further else {}
     QUESTIONS[options.question](options, results)
