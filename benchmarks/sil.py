@@ -357,7 +357,8 @@ def measure_memory(options: argparse.Namespace) -> dict[str, Any]:
     for title, parts, where in ways:
         for part in range(parts):
             runs = [in_child(grow, net, where, part, STEPS) for _ in range(ROUNDS)]
-            found = {**runs[0], "grown_mb": statistics.median(run["grown_mb"] for run in runs)}
+            named = ("grown_mb", "planned_mb", "planned ratio")
+            found = {**runs[0], **{name: statistics.median(run[name] for run in runs) for name in named}}
             found["measured ratio"] = round(found["grown_mb"] / whole["grown_mb"], 3)
             results.setdefault(title, {})[f"part {part}"] = found
         largest = max(results[title].values(), key=lambda p: p["grown_mb"])

@@ -21,13 +21,16 @@ from torch import Tensor, nn
 
 import packhorse as ph
 from launch import run_ranks
+from packhorse.case import LEAST_KEPT
 from packhorse.data import Labelled
+from packhorse.estimate import KEPT, Estimate
 from packhorse.models import MLP
 from packhorse.sil import Hadamard, Readout, Site, Uniform, apart
 from packhorse.sil.hadamard import shortfall
 from packhorse.sil.labels import Reading
 from packhorse.sil.rows import INDEX, Rows, RowsWriter, cut_rows
 from packhorse.sil.source import _resize
+from packhorse.sil.standing import Standing
 from packhorse.weights import SafetensorsFiles
 
 WIDTHS = (12, 16, 16, 16, 4)
@@ -598,6 +601,26 @@ def test_parts_are_balanced_by_memory() -> None:
             assert [s.modules[-1] for s in trainer.standings[:-1]] == cuts
             described = trainer.describe()
             assert described["tensor_ratio"] < ratio < described["planned_ratio"]  # of so small a net malloc keeps much
+
+
+def test_what_running_a_part_showed_replaces_what_was_reckoned() -> None:
+    """Unless it showed nothing, and no less was planned with."""
+
+    def expect(standing: Standing, peak: int, kept: int) -> int:
+        standing.expect(Estimate(peak={"host": peak}, kinds={"host": {KEPT: kept}}), before=1000, batch=20)
+        return standing.planned_bytes
+
+    def make() -> Standing:
+        return Standing(("a",), 10, planned_bytes=500, flops_per_row=1.0, crossing_bytes_per_row=0)
+
+    assert expect(make(), 2000, LEAST_KEPT + 1) == 1020
+    assert expect(make(), 1400, LEAST_KEPT + 1) == 420
+    assert expect(make(), 2000, LEAST_KEPT) == 500
+    assert expect(make(), 1400, LEAST_KEPT) == 420
+    refined = make()
+    assert expect(refined, 2000, LEAST_KEPT + 1) == 1020
+    refined.epochs = (1,)
+    assert expect(refined, 1500, LEAST_KEPT + 1) == 1020, "the most that any of its trainings takes"
 
 
 # -- labels

@@ -26,6 +26,7 @@ from packhorse.store import MASTER, Block
 from packhorse.store.places import make_places
 
 RUNTIME = 12 << 20  # records of the graph, threads, what kernels keep for themselves
+LEAST_KEPT = RUNTIME + LEEWAY  # that is planned with, however little a rehearsal showed
 
 
 @dataclass(frozen=True)
@@ -275,7 +276,7 @@ class Case:
     def kept_bytes(self, rows: int, *, resident: bool) -> int:
         """What malloc keeps of what is freed, and kernels and threads for themselves: as a rehearsal showed, or a guess."""
         kept = self.rehearsed.kept_bytes(rows, resident)
-        return RUNTIME + max(kept or 0, LEEWAY)
+        return max(RUNTIME + (kept or 0), LEAST_KEPT)
 
 
 def _find_kind(segment: Segment) -> Any:

@@ -37,7 +37,7 @@ from packhorse.store.blocks import make_block
 logger = logging.getLogger("packhorse")
 
 TWINS = 2  # of each kind, at most, that take part: the second finds memory as the others will
-MICROBATCHES = 2
+MICROBATCHES = 2  # of a step, at most
 ROUNDS = 4  # as many of them as begin within `PATIENCE`: the speed of a shared machine changes from second to second
 PATIENCE = 8.0  # seconds
 LET_KEEP = 0.85  # of what malloc keeps where graphs stay: what it keeps beyond that is given back (`trainer.DRIFT`)
@@ -329,7 +329,7 @@ def _repeat(pattern: Tensor, flat: Tensor) -> None:
 
 
 def run(segments: Sequence[Segment], rows: int, resident: bool, device: torch.device, stays: bool = False) -> Outcome:
-    """One microbatch to warm up, then rounds of a few, in the order in which a step takes them."""
+    """One microbatch to warm up, then rounds of as many as a step has, but of a few at most, in the order of a step."""
     heap = Heap(Ledger(), keeps=resident, ceiling=None if resident else 0)
     running, pool = Running(heap, lambda *_: None), Pool(Ledger())
     values: dict[str, Tensor] = {}
@@ -355,12 +355,16 @@ def run(segments: Sequence[Segment], rows: int, resident: bool, device: torch.de
         take_huge_pages(begun_at)
     company.each(lambda play: play.seconds.clear())
     started = time.perf_counter()
+    microbatches = min(MICROBATCHES, -(-segments[0].graph.batch.rows // rows))
     for _ in range(ROUNDS):
-        take(MICROBATCHES)
+        take(microbatches)
         if time.perf_counter() - started > PATIENCE:
             break
+    grown = watch.read() if device.type == "cpu" else None
+    if microbatches == 1:  # what adding up takes is asked at other rows
+        take(MICROBATCHES)
     prices = [play.price() if play is not None else None for play in company.plays]
-    return prices, watch.read() if device.type == "cpu" else None
+    return prices, grown
 
 
 def _evaluate(microbatches: int, play: _Play) -> None:

@@ -16,16 +16,16 @@ PROCESS = 5 << 20  # what one takes that trains, however little: records, thread
 
 def describe(division: Division, standings: Sequence[Standing], mode: str) -> dict[str, Any]:
     rows = max(s.rows for s in standings)
-    largest = max(needs.planned for needs in division.needs)
+    largest, whole = max(s.planned_bytes for s in standings), PROCESS + division.needs_whole.planned
     return {
         "mode": mode,
         "parts": [{"part": i, **asdict(s), "flops": s.flops} for i, s in enumerate(standings)],
-        "planned_bytes": PROCESS + largest,
-        "planned_ratio": largest / division.needs_whole.planned,
+        "planned_bytes": largest,
+        "planned_ratio": largest / whole,
         "tensor_ratio": max(needs.tensors for needs in division.needs) / division.needs_whole.tensors,
         "exchanged_bytes": sum(s.stored_bytes for s in standings),
         "conventional": {
-            "planned_bytes": PROCESS + division.needs_whole.planned,
+            "planned_bytes": whole,
             "flops": sum(s.flops_per_row for s in standings) * rows,
             "pipeline_bytes": sum(2 * s.crossing_bytes_per_row for s in standings) * rows,
         },

@@ -4,6 +4,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from packhorse.case import LEAST_KEPT
+from packhorse.estimate import KEPT, Estimate
 from packhorse.store.files import FileSystem, replace_small, seal, unseal
 
 Phase = Literal["fit", "refine", "recover"]
@@ -22,13 +24,14 @@ class Progress(NamedTuple):
     loss: float
 
 
-KEPT = (
+LASTING = (
     "fits",
     "epochs",
     "recoveries",
     "steps",
     "rows",
     "seconds",
+    "planned_bytes",
     "grown_bytes",
     "on_disk",
     "stored_bytes",
@@ -42,7 +45,7 @@ class Standing:
 
     modules: tuple[str, ...]
     num_parameters: int
-    planned_bytes: int
+    planned_bytes: int  # reckoned; once it is trained, what its trainer found when it ran it beforehand
     flops_per_row: float  # forward and backward
     crossing_bytes_per_row: int  # of what it hands on, 0 for the last
     fits: int = 0  # that it is done with: trained, and what it makes of the training set is kept
@@ -69,6 +72,16 @@ class Standing:
     def flops(self) -> float:
         return self.flops_per_row * self.rows
 
+    def expect(self, planned: Estimate, before: int, batch: int) -> None:
+        """What its trainer planned, in a process of so many bytes `before`, without a batch.
+
+        Where running it showed no more than is planned with in any case, what was reckoned stays, if it is less.
+        """
+        nbytes = planned.peak["host"] - before + batch
+        if planned.kinds["host"].get(KEPT, 0) <= LEAST_KEPT:
+            nbytes = min(nbytes, self.planned_bytes)
+        self.planned_bytes = max(nbytes, self.planned_bytes) if self.phases else nbytes
+
     def save(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         replace_small(FileSystem(), directory / "standing.json", seal(asdict(self)), sync=True)
@@ -78,5 +91,5 @@ class Standing:
         path = directory / "standing.json"
         if path.exists():
             found: dict[str, Any] = unseal(path)
-            for name in KEPT:
+            for name in LASTING:
                 setattr(self, name, tuple(found[name]) if name == "epochs" else found[name])

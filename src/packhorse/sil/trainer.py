@@ -19,7 +19,7 @@ from packhorse.checkpoint import Entry, write_checkpoint
 from packhorse.errors import BatchError, BudgetError, PackhorseError, StoreError
 from packhorse.graph import Size
 from packhorse.keys import fold, random_seed
-from packhorse.memory import Memory, PeakWatch
+from packhorse.memory import Memory, PeakWatch, resident_bytes, settle
 from packhorse.optimizer import Stepper
 from packhorse.plan import Strategy, find_fingerprint
 from packhorse.precision import Precision
@@ -385,7 +385,8 @@ class SegmentedTrainer:
     def _train(self, i: int, phase: int, epochs: int, source: Source, tell: Tell) -> None:
         """One phase of this fit."""
         standing, number = self.standings[i], self._number(i, phase)
-        watch, started = PeakWatch(), time.perf_counter()
+        settle()
+        watch, before_bytes, started = PeakWatch(), resident_bytes(), time.perf_counter()
         part = self._make_part(i)
         optimizer = self._make_optimizer(i, part)
         schedule = self._schedule(optimizer, source.count(), epochs)
@@ -412,6 +413,7 @@ class SegmentedTrainer:
             ) as trainer,
         ):
             standing.on_disk = trainer.plan.on_disk
+            standing.expect(trainer.plan.estimate, before_bytes, sum(t.nbytes for t in self._example(part).values()))
             told = self._teller(i, "refine" if phase else "fit", epochs, source.count(), tell)
             standing.steps += _run(trainer, batches, epochs, told)
             if self._keeps:
