@@ -1,5 +1,7 @@
 """What goes between ranks, without any: orders, messages, parcels, shards, running statistics."""
 
+import itertools
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -52,6 +54,18 @@ def test_gradients_of_parameters_fill_what_would_be_waiting() -> None:
     assert show(first) == "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3"  # nobody waits for its backward
     assert show(second) == "1F0 1F1 1B0 1F2 1B1 1W0 1B2 1F3 1W1 1W2 1B3 1W3"
     assert show(third) == "2F0 2B0 2F1 2B1 2F2 2B2 2W0 2W1 2F3 2B3 2W2 2W3"
+
+
+def test_what_nobody_waits_for_at_the_end_goes_segment_by_segment() -> None:
+    """So that replicas can sum the gradients of later segments while those of earlier ones are computed."""
+    given = [[0, 1], [2, 3]], 2, 4, range(4), 1
+    first, second = make_lists(*given, splits=True)
+    assert show(first).endswith(" 1B1 0B1 1B2 0B2 1B3 0B3")
+    assert show(second).endswith(" 3B3 2B3 3W1 2W1 3W2 2W2 3W3 2W3")
+    first, second = make_lists(*given, splits=True, gathers=True)
+    assert show(first).endswith(" 1B1 1B2 0B1 0B2 1B3 0B3"), "the last microbatch's gradients come when its turn does"
+    assert show(second).endswith(" 3B3 2B3 3W1 3W2 3W3 2W1 2W2 2W3")
+    assert make_lists(*given, gathers=True) == make_lists(*given), "for a whole backward other ranks wait"
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2, 4])
@@ -115,17 +129,32 @@ def test_what_is_frozen_has_no_backward() -> None:
     st.integers(0, 2),
     st.integers(1, 3),
     st.booleans(),
+    st.booleans(),
     st.data(),
 )
 def test_any_pipeline_runs_to_its_end(
-    ranks: int, rounds: int, microbatches: int, ahead: int, width: int, splits: bool, data: st.DataObject
+    ranks: int,
+    rounds: int,
+    microbatches: int,
+    ahead: int,
+    width: int,
+    splits: bool,
+    gathers: bool,
+    data: st.DataObject,
 ) -> None:
-    """Played with messages, no rank waits for one that never comes; each does all it has to; few are under way."""
+    """Played with messages, no rank waits for one that never comes; each does all it has to; few are under way.
+
+    Gradients of a parameter are added in the order of microbatches.
+    """
     num_stages = ranks * rounds
     stages = [[width * c + i for i in range(width)] for c in range(num_stages)]
     first = data.draw(st.integers(0, width * num_stages - 1))
     backward = range(first, width * num_stages)
-    lists = make_lists(stages, ranks, microbatches, backward, ahead, splits=splits)
+    lists = make_lists(stages, ranks, microbatches, backward, ahead, splits=splits, gathers=gathers)
+    passes = defaultdict(list)
+    for kind, s, k in itertools.chain(*lists):
+        passes[kind, s].append(k)
+    assert all(numbers == sorted(numbers) for numbers in passes.values())
     done: set[Action] = set()
     waiting = [list(actions) for actions in lists]
     while any(waiting):

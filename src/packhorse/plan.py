@@ -112,6 +112,7 @@ class Plan:
                 self.ranks.ahead or 0,
                 splits=self.ranks.order == "zero-bubble",
                 group=self.ranks.group or 1,
+                gathers=self.ranks.data > 1,
             )
         else:
             generate = schedule.resident if self.is_resident else schedule.relay

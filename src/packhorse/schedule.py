@@ -5,6 +5,7 @@ list is checked, estimated, run and shown: `12F3` is the forward of segment 12 o
 segment 7.
 """
 
+import itertools
 import re
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -172,6 +173,7 @@ def pipeline(
     *,
     splits: bool = False,
     group: int = 1,
+    gathers: bool = False,
 ) -> list[Action]:
     """The order in which the rank at a place runs its stages, of which each `num_ranks`-th is its own.
 
@@ -182,7 +184,8 @@ def pipeline(
     With `splits`, a backward leaves the gradients of parameters for later: others wait only for those of its inputs, and
     what is left fills the time in which a rank would wait itself, for messages too, the longer the more are `ahead`.
     Microbatches go in groups of `group`, all of them through a segment before the next, as in a relay: then what a segment
-    needs is brought once for all of them.
+    needs is brought once for all of them. What nobody waits for at the end goes likewise if the rank `gathers` it: gradients
+    of later segments are then complete, and under way to other replicas, while those of earlier ones are still computed.
     """
     differentiable = [[s for s in stage if s in backward] for stage in stages]
     first = next((c for c, segments in enumerate(differentiable) if segments), 0)  # nobody waits for its backward
@@ -190,19 +193,54 @@ def pipeline(
         ("BW" if splits and c != first else "B") if segments else "" for c, segments in enumerate(differentiable)
     ]
     rounds = -(-num_microbatches // group)
-    actions: list[Action] = []
-    for turn in _take_turns(num_ranks, tuple(backwards), rounds, ahead, first if splits else None)[place]:
-        segments = stages[turn.stage] if turn.kind == "F" else differentiable[turn.stage][::-1]
+    own, tail = _take_turns(num_ranks, tuple(backwards), rounds, ahead, first if splits else None)[place]
+
+    def spread(turn: Turn, segments: Iterable[int]) -> list[Action]:
         members = range(turn.microbatch * group, min((turn.microbatch + 1) * group, num_microbatches))
-        actions += [Action(turn.kind, s, k) for s in segments for k in members]
+        return [Action(turn.kind, s, k) for s in segments for k in members]
+
+    num_gathered = len(tail) if gathers else 0
+    actions: list[Action] = []
+    for turn in own[: len(own) - num_gathered]:
+        actions += spread(turn, stages[turn.stage] if turn.kind == "F" else differentiable[turn.stage][::-1])
+    for turn, i in _by_segment(tail[:num_gathered], len(differentiable[own[-1].stage])):
+        actions += spread(turn, [differentiable[turn.stage][-1 - i]])
     return actions
+
+
+class _Wait(NamedTuple):
+    """A turn, when it begins, how long it takes, and when what it waits for is there."""
+
+    turn: Turn
+    start: int
+    length: int
+    ready: int
+
+
+def _by_segment(tail: Sequence[_Wait], num_segments: int) -> Iterator[tuple[Turn, int]]:
+    """Turns on following microbatches, a segment at a time: of what is ready, that which lags behind most."""
+    if not tail:
+        return
+    now, done = float(tail[0].start), [0] * len(tail)
+    while done[-1] < num_segments:
+        before = [num_segments + 1, *done]  # a segment takes microbatches in order
+        possible = [(d, i) for i, d in enumerate(done) if d < min(num_segments, before[i])]
+        ready = [(d, i) for d, i in possible if tail[i].ready <= now]
+        if not ready:
+            now = min(tail[i].ready for _, i in possible)
+            continue
+        d, i = min(ready)
+        yield tail[i].turn, d
+        done[i] += 1
+        now += tail[i].length / num_segments
 
 
 @lru_cache(maxsize=32)  # every rank asks for its own
 def _take_turns(
     num_ranks: int, backwards: tuple[str, ...], num_microbatches: int, ahead: int, patient: int | None
-) -> list[list[Turn]]:
-    """Plays the pipeline: forwards take 2, backwards, which each stage has as a whole, in halves, or not at all, 4.
+) -> list[tuple[list[Turn], list[_Wait]]]:
+    """Plays the pipeline: forwards take 2, backwards, which each stage has as a whole, in halves, or not at all, 4. For each
+    rank its turns, and those of the last for which no other rank waits.
 
     Who is free does what is ready: backwards, then forwards, then what backwards left. With a `patient` stage, whose backward
     nobody waits for and which comes last too, a message takes 1 for each that is `ahead`.
@@ -255,7 +293,16 @@ def _take_turns(
         if backwards[c]:
             under_way[rank] += (kind == "F") - (kind == "B")
             left[rank] += (kind == "F") - (kind == backwards[c][-1])
-    return turns
+
+    def find_tail(own: Sequence[Turn]) -> list[_Wait]:
+        last = own[-1]
+        if last.kind != "W" and (last.kind, last.stage) != ("B", patient):
+            return []
+        alike = itertools.takewhile(lambda turn: turn[:2] == last[:2], reversed(own))
+        length = 4 if last.kind == backwards[last.stage] else 2
+        return [_Wait(turn, ends[turn] - length, length, ready_at(turn) or 0) for turn in alike][::-1]
+
+    return [(own, find_tail(own)) for own in turns]
 
 
 def _most_under_way(rank: int, num_ranks: int, num_stages: int, ahead: int) -> int:

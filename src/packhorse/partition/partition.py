@@ -83,12 +83,14 @@ def partition(
     max_bytes: int | None = None,
     cuts: Sequence[str] = (),
     flops_per_byte: float = FLOPS_PER_BYTE,
+    slack: float = SLACK,
 ) -> Partition:
     """Cuts the graph.
 
     `segments` asks for that many ("finest": a cut at every legal place); `max_bytes` for as few as keep each segment's
     `nbytes` below it; `cuts` pins a cut after each of the named modules, and alone makes just those. With nothing asked,
-    the repeated blocks of the model become the segments.
+    the repeated blocks of the model become the segments. Where a number is asked, the slowest segment may be `slack` times as
+    slow as the best there is, for the sake of fewer bytes.
     """
     places = find_places(graph)
     pinned = [_find_pinned(graph, places, name) for name in cuts]
@@ -102,7 +104,7 @@ def partition(
     if segments is not None and (isinstance(segments, bool) or not isinstance(segments, int) or segments < 1):
         raise PartitionError(f"segments is {segments!r}, expected a number of at least 1, or 'finest'")
     search = _Search(graph, places, {p.index for p in pinned}, max_bytes, flops_per_byte)
-    return Partition(graph, tuple(search.best(segments)))
+    return Partition(graph, tuple(search.best(segments, slack)))
 
 
 def join_small(part: Partition, least: int = 1) -> Partition:
@@ -203,7 +205,7 @@ class _Search:
         self.transfer = [0.0, *(p.nbytes * flops_per_byte for p in self.places), 0.0]
         self.earliest = self._earliest_starts()
 
-    def best(self, segments: int | None) -> list[Place]:
+    def best(self, segments: int | None, slack: float) -> list[Place]:
         most = len(self.places) + 1
         if segments is not None and segments > most:
             raise PartitionError(
@@ -221,7 +223,7 @@ class _Search:
                 f"{segments} segments of at most {self.max_bytes} bytes each cannot hold {self.graph.name}: it takes {fewest}; "
                 "raise max_bytes or ask for more segments"
             )
-        limit = self._least_time(wanted) * SLACK
+        limit = self._least_time(wanted) * slack
         return self._fewest_bytes(wanted, limit)
 
     def _earliest_starts(self) -> list[int]:
