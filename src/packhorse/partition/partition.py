@@ -83,14 +83,12 @@ def partition(
     max_bytes: int | None = None,
     cuts: Sequence[str] = (),
     flops_per_byte: float = FLOPS_PER_BYTE,
-    slack: float = SLACK,
 ) -> Partition:
     """Cuts the graph.
 
     `segments` asks for that many ("finest": a cut at every legal place); `max_bytes` for as few as keep each segment's
     `nbytes` below it; `cuts` pins a cut after each of the named modules, and alone makes just those. With nothing asked,
-    the repeated blocks of the model become the segments. Where a number is asked, the slowest segment may be `slack` times as
-    slow as the best there is, for the sake of fewer bytes.
+    the repeated blocks of the model become the segments.
     """
     places = find_places(graph)
     pinned = [_find_pinned(graph, places, name) for name in cuts]
@@ -104,7 +102,13 @@ def partition(
     if segments is not None and (isinstance(segments, bool) or not isinstance(segments, int) or segments < 1):
         raise PartitionError(f"segments is {segments!r}, expected a number of at least 1, or 'finest'")
     search = _Search(graph, places, {p.index for p in pinned}, max_bytes, flops_per_byte)
-    return Partition(graph, tuple(search.best(segments, slack)))
+    return Partition(graph, tuple(search.best(segments, SLACK)))
+
+
+def balance(graph: Graph, segments: int, slacks: Sequence[float]) -> list[Partition]:
+    """For each slack the partition whose slowest segment is at most so many times as slow as the best, with fewest bytes."""
+    search = _Search(graph, find_places(graph), set(), None, FLOPS_PER_BYTE)
+    return [Partition(graph, tuple(search.best(segments, slack))) for slack in slacks]
 
 
 def join_small(part: Partition, least: int = 1) -> Partition:

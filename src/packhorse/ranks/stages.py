@@ -6,8 +6,8 @@ each segment of a finer partition the rank that runs it.
 
 from packhorse.errors import PartitionError, RanksError
 from packhorse.graph import Graph
-from packhorse.partition import Partition, partition
-from packhorse.partition.partition import FLOPS_PER_BYTE
+from packhorse.partition import Partition
+from packhorse.partition.partition import FLOPS_PER_BYTE, balance
 from packhorse.ranks.shape import Ranks
 
 SLACKS = (1.01, 1.02, 1.03, 1.04, 1.05)
@@ -20,7 +20,7 @@ def cut_into_stages(graph: Graph, ranks: Ranks) -> tuple[int, ...]:
     equal work that which has least of both.
     """
     try:
-        found = [partition(graph, segments=ranks.num_stages, slack=slack) for slack in SLACKS]
+        found = balance(graph, ranks.num_stages, SLACKS)
     except PartitionError as error:
         raise RanksError(
             f"{graph.name} cannot be cut into {ranks.num_stages} stages: {error}; use fewer ranks"
